@@ -1,0 +1,159 @@
+"""GatedQwen model configuration"""
+
+import math
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.utils import logging
+
+from .released import is_released, read_released_fields
+
+logger = logging.get_logger(__name__)
+
+ATTN_GATES = (None, "headwise", "elementwise")
+
+# Model types that gate their attention in a way of their own; loaded here, their heads would be scrambled.
+OTHER_GATED_FAMILIES = ("qwen3_next", "qwen3_5", "qwen4", "afmoe", "step3", "laguna", "lfm3", "dots3", "hrm_text")
+
+
+@strict
+class GatedQwenConfig(Qwen3Config):
+    r"""
+    Configuration of a [`GatedQwenModel`]: [`Qwen3Config`] with an output gate on the attention (arXiv 2505.06708), and
+    with the biases and norms that Llama, Mistral and Qwen2 models differ in.
+
+    The fields of the authors' released checkpoints (`headwise_attn_output_gate`, `elementwise_attn_output_gate`,
+    `qkv_bias`) are read too; only the ones below are written.
+
+    Args:
+        attn_gate (`str`, *optional*, defaults to `"headwise"`):
+            `"headwise"` (one gate score per token and head), `"elementwise"` (one per token, head and channel), or
+            `None` (no gate).
+        attn_gate_scale (`float`, defaults to 1.0):
+            The factor on the sigmoid. With 2.0 and `g_proj` all zeros the gate is exactly the identity.
+        attn_gate_bias (`bool`, defaults to `False`):
+            Whether `g_proj` has a bias.
+        attn_gate_layers (`list[int]`, *optional*):
+            The layers that have a gate, counted from 0. `None`: all.
+        use_qk_norm (`bool`, defaults to `True`):
+            Whether queries and keys are RMS-normalised per head, as in Qwen3.
+        attention_bias (`bool`, *optional*):
+            Whether `q_proj`, `k_proj` and `v_proj` have a bias. `None` means no.
+        attention_output_bias (`bool`, *optional*):
+            Whether `o_proj` has a bias. `None`: as `attention_bias`.
+        mlp_bias (`bool`, defaults to `False`):
+            Whether the linears of the MLP have a bias.
+        head_dim (`int`, *optional*, defaults to 128):
+            `None`: `hidden_size // num_attention_heads`.
+
+    Raises:
+        ValueError: a field has a value that is not allowed, or two fields contradict each other.
+
+    ```python
+    >>> from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM
+
+    >>> config = GatedQwenConfig(attn_gate="elementwise", num_hidden_layers=2, hidden_size=64, intermediate_size=128,
+    ...                          num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=1000)
+    >>> model = GatedQwenForCausalLM(config)
+    ```
+    """
+
+    model_type = "gated_qwen"
+
+    # The gate is split by head, like the queries it belongs to.
+    base_model_tp_plan = {**Qwen3Config.base_model_tp_plan, "layers.*.self_attn.g_proj": "colwise"}
+
+    attn_gate: str | None = "headwise"
+    attn_gate_scale: float | int = 1.0
+    attn_gate_bias: bool = False
+    attn_gate_layers: list[int] | None = None
+    use_qk_norm: bool = True
+    attention_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    mlp_bias: bool = False
+    head_dim: int | None = 128
+
+    def __post_init__(self, **kwargs):
+        # Whether the weights beside this config pack the gate's rows into q_proj. About one file on disk, so not saved.
+        self._is_released = is_released(kwargs)
+        if self._is_released:
+            kwargs = read_released_fields(self, kwargs)
+        if self.attention_bias is None:
+            self.attention_bias = False
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self._check_heads()
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self._check_gate()
+        super().__post_init__(**kwargs)
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError(
+                "`layer_types` has sliding_attention layers but no window is in force: "
+                "set `use_sliding_window=True` and `sliding_window` to the number of tokens."
+            )
+        # transformers warns of rules that match no module.
+        absent = ({"g_proj"} if self.attn_gate is None else set()) | (set() if self.use_qk_norm else {"q_norm", "k_norm"})
+        self.base_model_tp_plan = {
+            name: style for name, style in self.base_model_tp_plan.items() if name.rpartition(".")[2] not in absent
+        }
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a {model_type!r} checkpoint, not a {cls.model_type!r} one"
+                + (", and lays its gates out differently" if model_type.startswith(OTHER_GATED_FAMILIES) else "")
+                + ": load it with AutoModelForCausalLM, which picks its own class."
+            )
+        return config_dict, kwargs
+
+    def is_gated_layer(self, layer_idx: int) -> bool:
+        """Whether layer `layer_idx`, counted from 0, has an output gate."""
+        return self.attn_gate is not None and (self.attn_gate_layers is None or layer_idx in self.attn_gate_layers)
+
+    def to_dict(self) -> dict:
+        output = super().to_dict()
+        output.pop("_is_released", None)
+        return output
+
+    def _check_heads(self):
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(
+                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
+                f"({self.num_attention_heads}): set `head_dim`."
+            )
+        if (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 != 0:
+            raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+
+    def _check_gate(self):
+        if self.attn_gate not in ATTN_GATES:
+            raise ValueError(f"`attn_gate` must be one of {', '.join(map(repr, ATTN_GATES))}, got {self.attn_gate!r}.")
+        if not (math.isfinite(self.attn_gate_scale) and self.attn_gate_scale > 0):
+            raise ValueError(f"`attn_gate_scale` must be a finite number above 0, got {self.attn_gate_scale}.")
+        if self.attn_gate_layers is None:
+            return
+        if self.attn_gate is None:
+            raise ValueError("`attn_gate_layers` is set but `attn_gate` is None: name a gate or leave the layers out.")
+        layers = self.attn_gate_layers
+        if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers:
+            raise ValueError(
+                "`attn_gate_layers` must be None or a rising list of layers between 0 and "
+                f"`num_hidden_layers` - 1 = {self.num_hidden_layers - 1}, got {layers}."
+            )
+
+
+__all__ = ["GatedQwenConfig"]

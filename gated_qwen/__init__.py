@@ -1,0 +1,41 @@
+"""Gated softmax attention as a Hugging Face Transformers model family.
+
+`import gated_qwen` registers the family with transformers' Auto classes; after it, `AutoConfig`, `AutoTokenizer` and
+the `AutoModel...` classes load native checkpoints and the authors' released ones (arXiv 2505.06708).
+
+- `gated_qwen.configuration`: `GatedQwenConfig`, and how a released checkpoint is recognised
+- `gated_qwen.modeling`: the models, and what is checked when one is loaded
+- `gated_qwen.conversion`: the layouts of the gate on disk
+- `gated_qwen.demo`: `gated-qwen demo` and the small model it shows
+"""
+
+from pathlib import Path as _Path
+
+# In a checkout the parts of the package lie beside this folder, not inside it.
+if (_Path(__file__).parents[1] / "configuration" / "configuration_gated_qwen.py").is_file():
+    __path__.append(str(_Path(__file__).parents[1]))
+
+from .auto import register
+from .configuration import GatedQwenConfig
+from .modeling import (
+    GatedQwenForCausalLM,
+    GatedQwenForQuestionAnswering,
+    GatedQwenForSequenceClassification,
+    GatedQwenForTokenClassification,
+    GatedQwenModel,
+    GatedQwenPreTrainedModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GatedQwenConfig",
+    "GatedQwenForCausalLM",
+    "GatedQwenForQuestionAnswering",
+    "GatedQwenForSequenceClassification",
+    "GatedQwenForTokenClassification",
+    "GatedQwenModel",
+    "GatedQwenPreTrainedModel",
+]
+
+register()

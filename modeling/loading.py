@@ -1,0 +1,147 @@
+"""What happens between a checkpoint's files and the model: the released layout is unpacked, and nothing is left to luck.
+
+transformers initialises what a checkpoint lacks and ignores what it has too much, with a warning. A gate left at random
+makes noise of every head, so here both are errors, one line each.
+"""
+
+import dataclasses
+import pickle
+import re
+from contextvars import ContextVar
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.utils.loading_report import update_key_name
+
+from ..conversion.layouts import unpack_released
+
+# Heads may come and go between tasks; these may not.
+OF_THE_DECODER = re.compile(r"(^|\.)(layers\.\d+|embed_tokens|norm)\.")
+
+_strict: ContextVar[bool] = ContextVar("strict", default=True)
+
+
+class UnpackReleasedGate(ConversionOps):
+    """A packed q_proj of the released layout to q_proj and g_proj. One without gate rows passes through."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
+        (packed,) = input_dict[source_patterns[0]]
+        q_proj, g_proj = target_patterns
+        try:
+            query, gate = unpack_released(packed, config)
+        except ValueError:
+            return {q_proj: packed}  # the shape check names a q_proj that is neither
+        return {q_proj: query, g_proj: gate}
+
+
+def released_converters() -> list[WeightConverter]:
+    return [
+        WeightConverter(
+            source_patterns=f"self_attn.q_proj.{parameter}",
+            target_patterns=[f"self_attn.q_proj.{parameter}", f"self_attn.g_proj.{parameter}"],
+            operations=[UnpackReleasedGate()],
+        )
+        for parameter in ("weight", "bias")
+    ]
+
+
+def _names(keys) -> str:
+    return ", ".join(sorted(update_key_name(keys)))
+
+
+class ChecksWhatItLoads:
+    """Adds to a `PreTrainedModel` the loading of released checkpoints, and the checks on any."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
+        """
+        [`~PreTrainedModel.from_pretrained`], for native checkpoints and for the authors' released ones.
+
+        Args:
+            strict (`bool`, *optional*, defaults to `True`):
+                Whether a checkpoint must have exactly the weights of the decoder. `False`: as transformers does for
+                other models, initialise what is missing and ignore what is unexpected, with a report.
+
+        Raises:
+            RuntimeError: weights are missing, unexpected, or of another shape than the config gives.
+            OSError: a file is missing, cut short, or a pickle of more than plain tensors.
+        """
+        token = _strict.set(strict)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        except (pickle.UnpicklingError, EOFError) as error:
+            global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
+            found = f"asks for {global_name[1]}, which is no tensor" if global_name else "is cut short or not a pickle"
+            raise OSError(
+                f"{pretrained_model_name_or_path}: the pickled weights were refused, since the file {found}. "
+                "Get the file again, from its authors, or the checkpoint as safetensors."
+            ) from error
+        except SafetensorError as error:
+            raise OSError(
+                f"{pretrained_model_name_or_path}: a safetensors file is cut short or damaged ({error}). "
+                "Get the file again."
+            ) from error
+        finally:
+            _strict.reset(token)
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        # Added to this load only. Registered for the model type, the converters would also act on adapters, and on
+        # saving a model that was never released.
+        if model.config._is_released and model.config.attn_gate is not None:
+            weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
+            load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # Saving reverses the conversions of the load; what we save is native.
+        model._weight_conversions = [
+            conversion
+            for conversion in model._weight_conversions
+            if not any(isinstance(op, UnpackReleasedGate) for op in getattr(conversion, "operations", []))
+        ]
+        model._adjust_missing_and_unexpected_keys(loading_info)
+        if _strict.get():
+            check_loaded(model, load_config, loading_info)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+
+def check_loaded(model, load_config, loading_info) -> None:
+    """Raise a RuntimeError that names the weights in which the checkpoint and the model differ."""
+    source = load_config.pretrained_model_name_or_path or "the state dict"
+    if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        name, found, expected = sorted(loading_info.mismatched_keys)[0]
+        more = len(loading_info.mismatched_keys) - 1
+        raise RuntimeError(
+            f"{source}: {name} is {list(found)} in the checkpoint but {list(expected)} by its config"
+            + (f", and {more} more differ" if more else "")
+            + ". The config belongs to other weights: get both from one place, or correct the sizes in it."
+        )
+
+    # Of two tied weights, one is enough.
+    tied = dict(model.all_tied_weights_keys)
+    tied |= {source: target for target, source in tied.items()}
+    missing = {key for key in loading_info.missing_keys if tied.get(key, key) in loading_info.missing_keys}
+    missing = {key for key in missing if OF_THE_DECODER.search(key) or key == "lm_head.weight"}
+    if gates := {key for key in missing if ".g_proj." in key}:
+        raise RuntimeError(
+            f"{source}: the gates are missing ({_names(gates)}), but the config says "
+            f"attn_gate={model.config.attn_gate!r}. Get the checkpoint that has them, or pass strict=False to start "
+            "from random gates."
+        )
+    if missing:
+        raise RuntimeError(
+            f"{source}: weights are missing: {_names(missing)}. Get the whole checkpoint, or pass strict=False to "
+            "start from random ones."
+        )
+    unexpected = {key for key in loading_info.unexpected_keys if OF_THE_DECODER.search(key)}
+    if unexpected:
+        raise RuntimeError(
+            f"{source}: weights that this model has no place for: {_names(unexpected)}. Load it with the class it was "
+            "saved from, or pass strict=False to leave them out."
+        )
+
+
+__all__ = ["ChecksWhatItLoads", "check_loaded", "released_converters"]
