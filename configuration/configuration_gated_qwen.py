@@ -74,7 +74,7 @@ class GatedQwenConfig(Qwen3Config):
     head_dim: int | None = 128
 
     def __post_init__(self, **kwargs):
-        # Whether the weights beside this config pack the gate's rows into q_proj. About one file on disk, so not saved.
+        # Whether q_proj of the weights beside this config has the gate's rows in it. About that file, so never saved.
         self._is_released = is_released(kwargs)
         if self._is_released:
             kwargs = read_released_fields(self, kwargs)
@@ -95,7 +95,8 @@ class GatedQwenConfig(Qwen3Config):
                 "set `use_sliding_window=True` and `sliding_window` to the number of tokens."
             )
         # transformers warns of rules that match no module.
-        absent = ({"g_proj"} if self.attn_gate is None else set()) | (set() if self.use_qk_norm else {"q_norm", "k_norm"})
+        absent = {"g_proj"} if self.attn_gate is None else set()
+        absent |= set() if self.use_qk_norm else {"q_norm", "k_norm"}
         self.base_model_tp_plan = {
             name: style for name, style in self.base_model_tp_plan.items() if name.rpartition(".")[2] not in absent
         }

@@ -1,7 +1,7 @@
-"""What happens between a checkpoint's files and the model: the released layout is unpacked, and nothing is left to luck.
+"""What happens between a checkpoint's files and the model: the released layout is unpacked, all weights are checked.
 
-transformers initialises what a checkpoint lacks and ignores what it has too much, with a warning. A gate left at random
-makes noise of every head, so here both are errors, one line each.
+transformers initialises what a checkpoint lacks and ignores what it has too much, with a warning. A gate left at
+random makes noise of every head, so here both are errors, one line each.
 """
 
 import dataclasses
@@ -92,7 +92,8 @@ class ChecksWhatItLoads:
         if model.config._is_released and model.config.attn_gate is not None:
             weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
             load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        load = PreTrainedModel._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Installs what the tests need into an environment of their own, and runs them.
+#   tests/run.sh            the newest supported transformers (constraints.txt)
+#   tests/run.sh oldest     the oldest (tests/constraints-oldest.txt)
+# Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+end=newest
+case "${1:-}" in newest | oldest) end=$1; shift ;; esac
+constraints=constraints.txt
+[ "$end" = oldest ] && constraints=tests/constraints-oldest.txt
+
+venv=.venv-$end
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+"$venv/bin/pip" install --quiet --disable-pip-version-check -c "$constraints" -e '.[test]'
+"$venv/bin/ruff" check .
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto "$@"
