@@ -14,23 +14,26 @@ def _group_rows(config: GatedQwenConfig) -> tuple[int, int]:
     return groups * config.head_dim, groups * {"headwise": 1, "elementwise": config.head_dim}[config.attn_gate]
 
 
-def unpack_released(packed: torch.Tensor, config: GatedQwenConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_released(
+    packed: torch.Tensor, config: GatedQwenConfig, shards: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a packed q_proj of the authors' checkpoints into q_proj and g_proj.
 
     Args:
         packed: weight [H*D + H*w, hidden] or bias [H*D + H*w]
+        shards: `packed` is one of so many equal parts, as under tensor parallelism; they are whole groups.
 
     Returns:
-        q_proj [H*D, ...] and g_proj [H*w, ...], rows in head order.
+        q_proj [H*D, ...] and g_proj [H*w, ...] (a part of them), rows in head order.
 
     Raises:
         ValueError: `packed` has another number of rows.
     """
     query_rows, gate_rows = _group_rows(config)
-    expected = config.num_key_value_heads * (query_rows + gate_rows)
-    if packed.shape[0] != expected:
+    expected, rest = divmod(config.num_key_value_heads * (query_rows + gate_rows), shards)
+    if packed.shape[0] != expected or rest or config.num_key_value_heads % shards:
         raise ValueError(f"a packed {config.attn_gate} q_proj has {expected} rows here, got {packed.shape[0]}")
-    by_group = packed.view(config.num_key_value_heads, query_rows + gate_rows, *packed.shape[1:])
+    by_group = packed.view(-1, query_rows + gate_rows, *packed.shape[1:])
     query, gate = by_group.split([query_rows, gate_rows], dim=1)
     return query.flatten(0, 1), gate.flatten(0, 1)
 

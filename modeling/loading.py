@@ -5,11 +5,14 @@ random makes noise of every head, so here both are errors, one line each.
 """
 
 import dataclasses
+import math
 import pickle
 import re
 from contextvars import ContextVar
 
+import torch
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.utils.loading_report import update_key_name
@@ -25,11 +28,11 @@ _strict: ContextVar[bool] = ContextVar("strict", default=True)
 class UnpackReleasedGate(ConversionOps):
     """A packed q_proj of the released layout to q_proj and g_proj. One without gate rows passes through."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, config, **kwargs):
         (packed,) = input_dict[source_patterns[0]]
         q_proj, g_proj = target_patterns
         try:
-            query, gate = unpack_released(packed, config)
+            query, gate = unpack_released(packed, config, row_shards(model.get_parameter(full_layer_name)))
         except ValueError:
             return {q_proj: packed}  # the shape check names a q_proj that is neither
         return {q_proj: query, g_proj: gate}
@@ -44,6 +47,14 @@ def released_converters() -> list[WeightConverter]:
         )
         for parameter in ("weight", "bias")
     ]
+
+
+def row_shards(parameter: torch.Tensor) -> int:
+    """Into how many parts the rows of a parameter are split; transformers splits a checkpoint's tensors alike."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard(0))
 
 
 def _names(keys) -> str:
@@ -90,6 +101,13 @@ class ChecksWhatItLoads:
         # Added to this load only. Registered for the model type, the converters would also act on adapters, and on
         # saving a model that was never released.
         if model.config._is_released and model.config.attn_gate is not None:
+            shards = max(row_shards(p) for name, p in model.named_parameters() if name.endswith(".q_proj.weight"))
+            if model.config.num_key_value_heads % shards:
+                raise ValueError(
+                    f"{load_config.pretrained_model_name_or_path}: its packed q_proj cannot be split over {shards} ranks, "
+                    f"which do not divide the {model.config.num_key_value_heads} key/value heads. Load it in one process, "
+                    "save_pretrained() the native layout, and load that."
+                )
             weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
             load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
         load = PreTrainedModel._load_pretrained_model
