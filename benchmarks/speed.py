@@ -3,8 +3,8 @@
     python benchmarks/speed.py [--rounds 15] [--threads 2] [--shapes released small]
 
 In each round every model is timed once, one after the other, so that a slow moment of the machine hits all of them; a
-ratio is the median over the rounds of (gated / stock). Before anything is timed, the gated models, their gates opened to
-exactly 1, must give stock Qwen3's logits bit for bit; where they do not, no table is printed.
+ratio is the median over the rounds of (gated / stock). Before anything is timed, the gated models, their gates opened
+to exactly 1, must give stock Qwen3's logits bit for bit; where they do not, no table is printed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def build(shape: dict) -> dict:
 
 @torch.no_grad()
 def refuse_if_wrong(models: dict) -> None:
-    """Exit unless each gated model with zero gates and twice the sigmoid, exactly 1, equals stock Qwen3 bit for bit."""
+    """Exit unless each gated model, its gates at exactly 1 (2 * sigmoid(0)), equals stock Qwen3 bit for bit."""
     input_ids = torch.randint(models["stock"].config.vocab_size, (1, 33), generator=torch.Generator().manual_seed(1))
     expected = models["stock"](input_ids).logits
     for gate in GATES:
@@ -205,9 +205,8 @@ def main() -> None:
             for gate in GATES:
                 keys = {"decoding": 64 + DECODED // 2}.get(task_name, TOKENS // 2)
                 work = matrix_work(models[gate].config, keys) / matrix_work(models["stock"].config, keys)
-                rows.append(
-                    (shape_name, task_name, gate, statistics.median(times["stock"]), ratio(times[gate], times["stock"]), work)
-                )
+                stock = times["stock"]
+                rows.append((shape_name, task_name, gate, statistics.median(stock), ratio(times[gate], stock), work))
         del models
 
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} threads, fp32")
@@ -220,7 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = write_checkpoints(Path(folder))
         results = loading(Path(folder), max(args.rounds // 2, 3), paths)
-    print("\n| loading a released checkpoint | seconds | / stock | peak memory, MiB | / stock |\n|---|---|---|---|---|")
+    print("\n| loading, released form | seconds | / stock | peak memory, MiB | / stock |\n|---|---|---|---|---|")
     stock_seconds, stock_memory = zip(*results["stock"], strict=True)
     for name, measured in results.items():
         seconds, memory = zip(*measured, strict=True)

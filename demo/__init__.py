@@ -45,7 +45,7 @@ def run() -> int:
     difference = (logits - expected["logits"]).abs().max().item()
     tokens, vocabulary = logits.shape[1:]
     agrees = difference <= TOLERANCE
-    print(f"   largest difference         {difference:.1e} in {tokens} x {vocabulary} logits; at most {TOLERANCE:.0e} is right")
+    print(f"   largest difference         {difference:.1e} in {tokens} x {vocabulary} logits, allowed {TOLERANCE:.0e}")
     if not agrees:
         print("   The model is not computed as it was recorded: please report this, with your versions.")
         return 1
@@ -60,16 +60,15 @@ def run() -> int:
 
     inputs = tokenizer(PASSAGE.read_text(), return_tensors="pt", truncation=True, max_length=256)
     length = inputs.input_ids.shape[1]
-    print(f"\n4. Gates and first-token attention, on {length} tokens of Alice in Wonderland that it was not trained on")
+    print(f"\n4. Gates and first-token attention, on {length} tokens of Alice in Wonderland held out in training")
     model.set_attn_implementation("eager")
     with torch.no_grad():
         outputs = model(**inputs, output_gate_scores=True, output_attentions=True)
     floor = sum(1 / n for n in range(1, length + 1)) / length
     print("   layer   mean gate   gates < 0.1   attention to the first token")
     for layer, (scores, weights) in enumerate(zip(outputs.gate_scores, outputs.attentions, strict=True)):
-        print(
-            f"   {layer:5}   {scores.mean():9.3f}   {(scores < 0.1).float().mean():11.1%}   {weights[..., 0].mean():.3f}"
-        )
+        closed = (scores < 0.1).float().mean()
+        print(f"   {layer:5}   {scores.mean():9.3f}   {closed:11.1%}   {weights[..., 0].mean():.3f}")
     print(f"   Attention spread evenly would give the first token {floor:.3f}; a sink takes far more.")
 
     print(

@@ -12,8 +12,8 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser(
         "demo",
         help="load a small model in the authors' released form, check it, generate, show its gates",
-        description="Loads a small model that comes with the package, in the authors' released form; checks it against "
-        "recorded logits, generates, and shows its gate scores and first-token attention. Needs no network.",
+        description="Loads a small model that comes with the package, in the authors' released form; checks it "
+        "against recorded logits, generates, and shows its gate scores and first-token attention. Needs no network.",
     )
     args = parser.parse_args(argv)
     if args.command == "demo":

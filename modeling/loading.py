@@ -101,12 +101,13 @@ class ChecksWhatItLoads:
         # Added to this load only. Registered for the model type, the converters would also act on adapters, and on
         # saving a model that was never released.
         if model.config._is_released and model.config.attn_gate is not None:
-            shards = max(row_shards(p) for name, p in model.named_parameters() if name.endswith(".q_proj.weight"))
+            q_projs = (p for name, p in model.named_parameters() if name.endswith(".q_proj.weight"))
+            shards = max(map(row_shards, q_projs), default=1)
             if model.config.num_key_value_heads % shards:
                 raise ValueError(
-                    f"{load_config.pretrained_model_name_or_path}: its packed q_proj cannot be split over {shards} ranks, "
-                    f"which do not divide the {model.config.num_key_value_heads} key/value heads. Load it in one process, "
-                    "save_pretrained() the native layout, and load that."
+                    f"{load_config.pretrained_model_name_or_path}: the packed q_proj cannot be split over {shards} "
+                    f"ranks, which do not divide the {model.config.num_key_value_heads} key/value heads. Load it in "
+                    "one process, save_pretrained() the native layout, and load that."
                 )
             weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
             load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
@@ -118,7 +119,7 @@ class ChecksWhatItLoads:
         # Saving reverses the conversions of the load; what we save is native.
         model._weight_conversions = [
             conversion
-            for conversion in model._weight_conversions
+            for conversion in getattr(model, "_weight_conversions", [])
             if not any(isinstance(op, UnpackReleasedGate) for op in getattr(conversion, "operations", []))
         ]
         model._adjust_missing_and_unexpected_keys(loading_info)

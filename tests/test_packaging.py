@@ -1,4 +1,4 @@
-"""The package as users install it: a wheel, `pip install .`, and an editable install, each imported by a new process."""
+"""The package as users install it: a wheel, `pip install .`, an editable install, each imported by a new process."""
 
 import shutil
 import subprocess
