@@ -1,6 +1,7 @@
 """GatedQwen model configuration"""
 
 import math
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -63,7 +64,7 @@ class GatedQwenConfig(Qwen3Config):
     # The gate is split by head, like the queries it belongs to.
     base_model_tp_plan = {**Qwen3Config.base_model_tp_plan, "layers.*.self_attn.g_proj": "colwise"}
 
-    attn_gate: str | None = "headwise"
+    attn_gate: Any = "headwise"  # its own check names the allowed values
     attn_gate_scale: float | int = 1.0
     attn_gate_bias: bool = False
     attn_gate_layers: list[int] | None = None
@@ -76,8 +77,7 @@ class GatedQwenConfig(Qwen3Config):
     def __post_init__(self, **kwargs):
         # Whether q_proj of the weights beside this config has the gate's rows in it. About that file, so never saved.
         self._is_released = is_released(kwargs)
-        if self._is_released:
-            kwargs = read_released_fields(self, kwargs)
+        kwargs = read_released_fields(self, kwargs)
         if self.attention_bias is None:
             self.attention_bias = False
         if self.attention_output_bias is None:
@@ -89,11 +89,7 @@ class GatedQwenConfig(Qwen3Config):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self._check_gate()
         super().__post_init__(**kwargs)
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError(
-                "`layer_types` has sliding_attention layers but no window is in force: "
-                "set `use_sliding_window=True` and `sliding_window` to the number of tokens."
-            )
+        self._check_positions()
         # transformers warns of rules that match no module.
         absent = {"g_proj"} if self.attn_gate is None else set()
         absent |= set() if self.use_qk_norm else {"q_norm", "k_norm"}
@@ -139,6 +135,28 @@ class GatedQwenConfig(Qwen3Config):
             )
         if (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 != 0:
             raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+
+    def _check_positions(self):
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                "`layer_types` must hold 'full_attention' or 'sliding_attention' for each layer, "
+                f"got {', '.join(map(repr, sorted(unknown)))}."
+            )
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` must have one entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) "
+                f"layers, got {len(self.layer_types)}."
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError(
+                "`layer_types` has sliding_attention layers but no window is in force: "
+                "set `use_sliding_window=True` and `sliding_window` to the number of tokens."
+            )
+        if self.rope_parameters.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(
+                f"`partial_rotary_factor` must be 1, got {self.rope_parameters['partial_rotary_factor']}: "
+                "these models rotate whole heads."
+            )
 
     def _check_gate(self):
         if self.attn_gate not in ATTN_GATES:

@@ -23,7 +23,7 @@ def is_released(fields: dict) -> bool:
 
 
 def read_released_fields(config, fields: dict) -> dict:
-    """Set `config`'s gate and biases from the authors' `fields`, and return the fields that are left.
+    """Set `config`'s gate and biases from the authors' `fields`, where there are any, and return the other fields.
 
     The authors' `qkv_bias` is also the bias of o_proj, and of the gate's rows inside the packed q_proj.
 
@@ -31,21 +31,30 @@ def read_released_fields(config, fields: dict) -> dict:
         ValueError: a field is not a boolean, or contradicts a native one.
     """
     fields = dict(fields)
-    # They name the code beside a checkpoint, which is never run.
-    fields.pop("auto_map", None)
-
-    flags = {flag: fields.pop(flag, False) for flag in GATE_FLAGS}
-    qkv_bias = fields.pop("qkv_bias", None)
-    for name, value in {**flags, "qkv_bias": qkv_bias or False}.items():
+    theirs = {name: fields.pop(name) for name in (*GATE_FLAGS, "qkv_bias") if name in fields}
+    for name, value in theirs.items():
         if not isinstance(value, bool):
             raise ValueError(f"`{name}` must be true or false, got {value!r}.")
-    if all(flags.values()):
-        logger.warning(
-            "Both `headwise_attn_output_gate` and `elementwise_attn_output_gate` are true: "
-            "taking headwise, as the authors' code does."
-        )
-    config.attn_gate = next((gate for flag, gate in GATE_FLAGS.items() if flags[flag]), None)
 
+    if is_released(theirs):
+        gates = [gate for flag, gate in GATE_FLAGS.items() if theirs.get(flag)]
+        if len(gates) == 2:
+            logger.warning(
+                "Both `headwise_attn_output_gate` and `elementwise_attn_output_gate` are true: "
+                "taking headwise, as the authors' code does."
+            )
+        if config.attn_gate not in ("headwise", *gates):  # headwise may be the default
+            raise ValueError(
+                f"`attn_gate` ({config.attn_gate!r}) and the authors' flags ({', '.join(gates) or 'both false'}) "
+                "contradict each other: remove one of them."
+            )
+        config.attn_gate = gates[0] if gates else None
+        # It names the code beside the checkpoint, which is never run.
+        fields.pop("auto_map", None)
+        if config.architectures:
+            config.architectures = [name.replace("Qwen3", "GatedQwen", 1) for name in config.architectures]
+
+    qkv_bias = theirs.get("qkv_bias")
     if qkv_bias is not None:
         if config.attention_bias not in (None, qkv_bias):
             raise ValueError(
@@ -54,8 +63,6 @@ def read_released_fields(config, fields: dict) -> dict:
             )
         config.attention_bias = config.attention_output_bias = qkv_bias
         config.attn_gate_bias = qkv_bias and config.attn_gate is not None
-    if config.architectures:
-        config.architectures = [name.replace("Qwen3", "GatedQwen", 1) for name in config.architectures]
     return fields
 
 
