@@ -1,4 +1,4 @@
-"""The models themselves: shapes, what the gate computes, weights through saving and loading, rotary embeddings, plans."""
+"""The models themselves: shapes, what the gate computes, saving and loading, rotary embeddings, plans."""
 
 import copy
 import itertools
@@ -180,7 +180,7 @@ def test_each_head_is_scaled_by_its_own_gate(gate, heads, key_value_heads):
 
 
 def packed_as_released(query, gate, key_value_heads):
-    """Rows of q_proj and g_proj in the authors' order: for each key/value head its query rows, then their gate rows."""
+    """Rows of q_proj and g_proj in the authors' order: for each key/value head its query rows, then its gate rows."""
     query, gate = query.chunk(key_value_heads), gate.chunk(key_value_heads)
     return torch.cat([part for pair in zip(query, gate, strict=True) for part in pair])
 
@@ -346,8 +346,12 @@ def test_two_threads_get_their_own_gate_scores(gate):
 
     # Each layer waits until both threads have reached it.
     barrier = threading.Barrier(2, timeout=60)
+
+    def meet(*_):
+        barrier.wait()
+
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda *_: barrier.wait() and None)
+        layer.register_forward_pre_hook(meet)
     found = [None, None]
 
     def run(index):
@@ -389,7 +393,10 @@ def weights_on_disk(folder) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shard_size", ["10GB", "30KB"], ids=["one-file", "sharded"])
 def test_save_and_load_bit_for_bit(gate, dtype, tied, shard_size, tmp_path):
-    model = build(gate, tie_word_embeddings=tied, attn_gate_bias=True, attn_gate_scale=1.7).to(dtype)
+    config = tiny_config(
+        attn_gate=gate, tie_word_embeddings=tied, attn_gate_bias=True, attn_gate_scale=1.7, dtype=dtype
+    )
+    model = randomise(GatedQwenForCausalLM._from_config(config))
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 if shard_size == "10GB" else len(files) > 2
@@ -523,7 +530,9 @@ def test_resized_embeddings_keep_the_old_tokens(gate, tied, tmp_path):
     assert model(ids % 100).logits.shape[-1] == 100
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_copies_compute_the_same_and_share_nothing(gate, tied, copied):
     model, ids = build(gate, tie_word_embeddings=tied), tokens()
