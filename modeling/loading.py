@@ -6,6 +6,7 @@ random makes noise of every head, so here both are errors, one line each.
 
 import dataclasses
 import math
+import os
 import pickle
 import re
 from contextvars import ContextVar
@@ -15,12 +16,15 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.modeling_utils import load_state_dict
 from transformers.utils.loading_report import update_key_name
 
 from ..conversion.layouts import unpack_released
 
 # Heads may come and go between tasks; these may not.
 OF_THE_DECODER = re.compile(r"(^|\.)(layers\.\d+|embed_tokens|norm)\.")
+
+REMEDY = "get it again, or the checkpoint from its authors"
 
 _strict: ContextVar[bool] = ContextVar("strict", default=True)
 
@@ -57,8 +61,33 @@ def row_shards(parameter: torch.Tensor) -> int:
     return math.prod(size for size, placement in sizes if placement.is_shard(0))
 
 
-def _names(keys) -> str:
-    return ", ".join(sorted(update_key_name(keys)))
+def _names(keys, most: int = 8) -> str:
+    names = sorted(update_key_name(keys))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _fault_behind(error: Exception) -> str | None:
+    """What an error in reading weights says of their file, or None where it says nothing of it."""
+    if isinstance(error, SafetensorError):
+        return f"is cut short or damaged ({error})"
+    if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"is a pickle that asks for {refused[1]}, and only plain tensors are read"
+    if isinstance(error, (pickle.UnpicklingError, EOFError)) or "PytorchStreamReader" in str(error):
+        return "is cut short or damaged, or holds more than plain tensors"
+    return None
+
+
+def what_is_wrong_with(file: str) -> str | None:
+    """Why a file of weights cannot be read, or None where it can. Reads no tensor's data."""
+    if not os.path.exists(file):
+        return "is missing"
+    try:
+        weights = load_state_dict(file, map_location="meta")
+    except Exception as error:
+        return _fault_behind(error)
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        return "does not hold tensors by name"
+    return None
 
 
 class ChecksWhatItLoads:
@@ -76,23 +105,16 @@ class ChecksWhatItLoads:
 
         Raises:
             RuntimeError: weights are missing, unexpected, or of another shape than the config gives.
-            OSError: a file is missing, cut short, or a pickle of more than plain tensors.
+            OSError: a file is missing, cut short, or a pickle that holds more than plain tensors.
         """
         token = _strict.set(strict)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        except (pickle.UnpicklingError, EOFError) as error:
-            global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
-            found = f"asks for {global_name[1]}, which is no tensor" if global_name else "is cut short or not a pickle"
-            raise OSError(
-                f"{pretrained_model_name_or_path}: the pickled weights were refused, since the file {found}. "
-                "Get the file again, from its authors, or the checkpoint as safetensors."
-            ) from error
-        except SafetensorError as error:
-            raise OSError(
-                f"{pretrained_model_name_or_path}: a safetensors file is cut short or damaged ({error}). "
-                "Get the file again."
-            ) from error
+        except Exception as error:
+            # Without a dtype in config.json, transformers reads weights before it loads them.
+            if fault := _fault_behind(error):
+                raise OSError(f"A file of weights in {pretrained_model_name_or_path} {fault}: {REMEDY}.") from error
+            raise
         finally:
             _strict.reset(token)
 
@@ -112,7 +134,13 @@ class ChecksWhatItLoads:
             weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
             load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
         load = PreTrainedModel._load_pretrained_model
-        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        try:
+            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        except Exception as error:
+            for file in checkpoint_files or ():
+                if fault := what_is_wrong_with(file):
+                    raise OSError(f"{file} {fault}: {REMEDY}.") from error
+            raise
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
@@ -145,9 +173,9 @@ def check_loaded(model, load_config, loading_info) -> None:
     tied |= {source: target for target, source in tied.items()}
     missing = {key for key in loading_info.missing_keys if tied.get(key, key) in loading_info.missing_keys}
     missing = {key for key in missing if OF_THE_DECODER.search(key) or key == "lm_head.weight"}
-    if gates := {key for key in missing if ".g_proj." in key}:
+    if missing and all(".g_proj." in key for key in missing):
         raise RuntimeError(
-            f"{source}: the gates are missing ({_names(gates)}), but the config says "
+            f"{source}: the gates are missing ({_names(missing)}), but the config says "
             f"attn_gate={model.config.attn_gate!r}. Get the checkpoint that has them, or pass strict=False to start "
             "from random gates."
         )
