@@ -104,9 +104,12 @@ class ChecksWhatItLoads:
                 other models, initialise what is missing and ignore what is unexpected, with a report.
 
         Raises:
+            ValueError: `weights_only=False` was passed.
             RuntimeError: weights are missing, unexpected, or of another shape than the config gives.
             OSError: a file is missing, cut short, or a pickle that holds more than plain tensors.
         """
+        if not kwargs.get("weights_only", True):
+            raise ValueError("`weights_only=False` would run whatever a pickle asks for: leave it out.")
         token = _strict.set(strict)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
