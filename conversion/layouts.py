@@ -80,6 +80,7 @@ def released_config(config: GatedQwenConfig) -> dict:
         "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "use_cache", "use_qk_norm",
         "vocab_size",
     )  # fmt: skip
+    dtype = {} if config.dtype is None else {"torch_dtype": str(config.dtype).removeprefix("torch.")}
     return {
         **{name: getattr(config, name) for name in shared},
         "architectures": ["Qwen3ForCausalLM"],
@@ -88,6 +89,6 @@ def released_config(config: GatedQwenConfig) -> dict:
         "model_type": "qwen2",
         "qkv_bias": config.attention_bias,
         "rope_theta": config.rope_parameters["rope_theta"],
-        "torch_dtype": str(config.dtype).removeprefix("torch."),
         "use_sliding_window": False,
+        **dtype,
     }

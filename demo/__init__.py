@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 PASSAGE = Path(__file__).parent / "passage.txt"
-PROMPTS = ("And the king said unto", "Alice looked at the", "a small boat: ")
+PROMPTS = ("And the king said unto", "So she sat", "ship: a")
 
 # The largest difference from the recorded logits that other machines' arithmetic may make.
 TOLERANCE = 1e-4
@@ -54,7 +54,7 @@ def run() -> int:
     torch.manual_seed(0)
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=40, do_sample=True, temperature=0.7, top_p=0.9)
+        output = model.generate(**inputs, max_new_tokens=40, do_sample=True, temperature=0.6, top_p=0.9)
         text = tokenizer.decode(output[0], skip_special_tokens=True)
         print("   > " + " ".join(text.split()))
 

@@ -152,6 +152,15 @@ def test_a_pickle_that_would_run_a_command_is_refused(headwise, tmp_path, write,
     assert marker.exists(), "the pickle is harmless, so the test shows nothing"
 
 
+@pytest.mark.parametrize("loader", [load, GatedQwenForCausalLM.from_pretrained])
+def test_no_argument_makes_a_pickle_run(headwise, tmp_path, loader):
+    marker = tmp_path / "was run"
+    as_zip({"model.norm.weight": Runs(marker)}, headwise / "pytorch_model.bin")
+    assert "weights_only" in refusal(headwise, loader, weights_only=False)
+    refusal(headwise, loader, trust_remote_code=True)
+    assert not marker.exists()
+
+
 def test_a_whole_model_in_a_pickle_is_refused(headwise):
     torch.save(GatedQwenForCausalLM(tiny_config()), headwise / "pytorch_model.bin")
     line = refusal(headwise)
@@ -163,6 +172,21 @@ def test_a_pickle_of_something_else_than_names_and_tensors(headwise):
         torch.save(content, headwise / "pytorch_model.bin")
         line = refusal(headwise)
         assert str(headwise / "pytorch_model.bin") in line and "tensors" in line and "get it again" in line
+
+
+@pytest.mark.parametrize("form", ["bin", "evil bin", "safetensors"])
+def test_a_damaged_file_beside_a_config_without_a_dtype(tmp_path, form):
+    """transformers then looks into the file before it loads it."""
+    folder = native(tmp_path / "native") if form == "safetensors" else shutil.copytree(HEADWISE, tmp_path / "headwise")
+    change_config(folder, dtype=None, torch_dtype=None)
+    if form == "evil bin":
+        as_zip({"model.norm.weight": Runs(tmp_path / "was run")}, folder / "pytorch_model.bin")
+    else:
+        cut(folder / ("model.safetensors" if form == "safetensors" else "pytorch_model.bin"), -100)
+    line = refusal(folder)
+    assert str(folder) in line and "get it again" in line
+    assert ("posix.system" if form == "evil bin" else "cut short") in line
+    assert not (tmp_path / "was run").exists()
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 100, 2000, -1000, -1])
