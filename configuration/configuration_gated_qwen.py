@@ -78,13 +78,15 @@ class GatedQwenConfig(Qwen3Config):
         # Whether q_proj of the weights beside this config has the gate's rows in it. About that file, so never saved.
         self._is_released = is_released(kwargs)
         kwargs = read_released_fields(self, kwargs)
+        # Of a file or of another model's config: what is internal is never taken over, nor is another model's type.
+        kwargs = {name: value for name, value in kwargs.items() if not name.startswith("_") and name != "model_type"}
         if self.attention_bias is None:
             self.attention_bias = False
         if self.attention_output_bias is None:
             self.attention_output_bias = self.attention_bias
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self._check_heads()
+        self._check_sizes()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         self._check_gate()
@@ -118,8 +120,11 @@ class GatedQwenConfig(Qwen3Config):
         output.pop("_is_released", None)
         return output
 
-    def _check_heads(self):
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"):
+    def _check_sizes(self):
+        for name in (
+            "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
+            "num_hidden_layers", "vocab_size", "max_position_embeddings", "sliding_window",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
@@ -133,8 +138,9 @@ class GatedQwenConfig(Qwen3Config):
                 f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
                 f"({self.num_attention_heads}): set `head_dim`."
             )
-        if (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 != 0:
-            raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}.")
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if head_dim % 2 != 0:
+            raise ValueError(f"`head_dim` must be even for rotary embeddings, got {head_dim}.")
 
     def _check_positions(self):
         if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:

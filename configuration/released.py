@@ -56,11 +56,12 @@ def read_released_fields(config, fields: dict) -> dict:
 
     qkv_bias = theirs.get("qkv_bias")
     if qkv_bias is not None:
-        if config.attention_bias not in (None, qkv_bias):
-            raise ValueError(
-                f"`qkv_bias` ({qkv_bias}) and `attention_bias` ({config.attention_bias}) contradict each other: "
-                "remove one of them."
-            )
+        for name in ("attention_bias", "attention_output_bias", "attn_gate_bias"):
+            native = getattr(config, name)
+            if native not in (None, qkv_bias) and not (name == "attn_gate_bias" and native is False):
+                raise ValueError(
+                    f"`qkv_bias` ({qkv_bias}) and `{name}` ({native}) contradict each other: remove one of them."
+                )
         config.attention_bias = config.attention_output_bias = qkv_bias
         config.attn_gate_bias = qkv_bias and config.attn_gate is not None
     return fields

@@ -77,8 +77,8 @@ def released_config(config: GatedQwenConfig) -> dict:
     shared = (
         "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
         "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-        "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "use_cache", "use_qk_norm",
-        "vocab_size",
+        "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings",
+        "use_cache", "use_qk_norm", "vocab_size",
     )  # fmt: skip
     dtype = {} if config.dtype is None else {"torch_dtype": str(config.dtype).removeprefix("torch.")}
     return {

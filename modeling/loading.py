@@ -5,6 +5,7 @@ random makes noise of every head, so here both are errors, one line each.
 """
 
 import dataclasses
+import json
 import math
 import os
 import pickle
@@ -14,9 +15,10 @@ from contextvars import ContextVar
 import torch
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.modeling_utils import load_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.loading_report import update_key_name
 
 from ..conversion.layouts import unpack_released
@@ -42,9 +44,34 @@ class UnpackReleasedGate(ConversionOps):
         return {q_proj: query, g_proj: gate}
 
 
+class UnpackingConverter(WeightConverter):
+    """Quantises each of its two tensors, where that is asked for; transformers' own takes them for one."""
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        self.quantization_operation = None
+        weights = super().convert(layer_name, model=model, config=config, loading_info=loading_info)
+        if hf_quantizer is None or hf_quantizer.pre_quantized:
+            return weights
+        converted = {}
+        for name, weight in weights.items():
+            if not hf_quantizer.param_needs_quantization(model, name):
+                converted[name] = weight
+                continue
+            converted |= hf_quantizer.get_quantize_ops().convert(
+                {name: [weight]},
+                source_patterns=self.source_patterns,
+                target_patterns=self.target_patterns,
+                full_layer_name=name,
+                model=model,
+                config=config,
+                missing_keys=loading_info.missing_keys,
+            )
+        return converted
+
+
 def released_converters() -> list[WeightConverter]:
     return [
-        WeightConverter(
+        UnpackingConverter(
             source_patterns=f"self_attn.q_proj.{parameter}",
             target_patterns=[f"self_attn.q_proj.{parameter}", f"self_attn.g_proj.{parameter}"],
             operations=[UnpackReleasedGate()],
@@ -77,6 +104,20 @@ def _fault_behind(error: Exception) -> str | None:
     return None
 
 
+def _damaged_index(folder) -> str | None:
+    """The index of shards in a local folder that is not JSON."""
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        file = os.path.join(folder, name)
+        try:
+            with open(file) as opened:
+                json.load(opened)
+        except OSError:
+            continue
+        except ValueError:
+            return file
+    return None
+
+
 def what_is_wrong_with(file: str) -> str | None:
     """Why a file of weights cannot be read, or None where it can. Reads no tensor's data."""
     if not os.path.exists(file):
@@ -84,7 +125,8 @@ def what_is_wrong_with(file: str) -> str | None:
     try:
         weights = load_state_dict(file, map_location="meta")
     except Exception as error:
-        return _fault_behind(error)
+        # Of a file that is no pickle at all, torch's reader raises whatever its first bytes lead to.
+        return _fault_behind(error) or f"is damaged, or no file of weights ({type(error).__name__})"
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         return "does not hold tensors by name"
     return None
@@ -110,11 +152,20 @@ class ChecksWhatItLoads:
         """
         if not kwargs.get("weights_only", True):
             raise ValueError("`weights_only=False` would run whatever a pickle asks for: leave it out.")
+        config = kwargs.get("config")
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, cls.config_class):
+            raise ValueError(
+                f"`config` is a {type(config).__name__}, and {cls.__name__} needs a {cls.config_class.__name__}: "
+                "leave it out, or load with AutoModelForCausalLM."
+            )
         token = _strict.set(strict)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         except Exception as error:
             # Without a dtype in config.json, transformers reads weights before it loads them.
+            folder = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder", ""))
+            if isinstance(error, json.JSONDecodeError) and (index := _damaged_index(folder)):
+                raise OSError(f"{index} is not JSON ({error}): {REMEDY}.") from error
             if fault := _fault_behind(error):
                 raise OSError(f"A file of weights in {pretrained_model_name_or_path} {fault}: {REMEDY}.") from error
             raise
@@ -168,7 +219,11 @@ def check_loaded(model, load_config, loading_info) -> None:
         raise RuntimeError(
             f"{source}: {name} is {list(found)} in the checkpoint but {list(expected)} by its config"
             + (f", and {more} more differ" if more else "")
-            + ". The config belongs to other weights: get both from one place, or correct the sizes in it."
+            + (
+                ". The config belongs to other weights: get both from one place, or correct the sizes in it."
+                if OF_THE_DECODER.search(name) or name == "lm_head.weight"
+                else ". Pass ignore_mismatched_sizes=True for a new head of that size."
+            )
         )
 
     # Of two tied weights, one is enough.
