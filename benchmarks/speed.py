@@ -125,24 +125,28 @@ OLD_CACHE = tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5,
 TASKS = {"prefill": prefill, "training step": training_step, "decoding": decoding}
 
 
-def loading(folder: Path, rounds: int, kinds: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
-    """Seconds and peak memory above the imports (MiB) of loading each checkpoint, each in a process of its own."""
+def loading(rounds: int, dtype: str, kinds: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and peak memory above the imports (MiB) of loading each checkpoint, each in a process of its own.
+
+    Every weight is read once after loading: transformers maps the file, and weights that nobody reads cost nothing.
+    """
     program = (
         "import resource, sys, threading, time, torch, transformers, gated_qwen\n"
         "transformers.utils.logging.disable_progress_bar()\n"
-        "path = sys.argv[1]\n"
+        "path, dtype = sys.argv[1:]\n"
         "import transformers.models.qwen3.modeling_qwen3\n"
-        "def anonymous():\n"
+        "def resident():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return sum(int(l.split()[1]) for l in lines if l.startswith(('RssAnon', 'RssFile'))) / 1024\n"
-        "before = anonymous(); peak = before; done = False\n"
+        "before = resident(); peak = before; done = False\n"
         "def watch():\n"
         "    global peak\n"
         "    while not done:\n"
-        "        peak = max(peak, anonymous()); time.sleep(0.002)\n"
+        "        peak = max(peak, resident()); time.sleep(0.002)\n"
         "thread = threading.Thread(target=watch); thread.start()\n"
         "start = time.perf_counter()\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained(path)\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)\n"
+        "for parameter in model.parameters(): parameter.detach().view(torch.uint8).max()\n"
         "seconds = time.perf_counter() - start\n"
         "done = True; thread.join()\n"
         "print(seconds, peak - before)\n"
@@ -150,7 +154,9 @@ def loading(folder: Path, rounds: int, kinds: dict[str, Path]) -> dict[str, list
     results = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, path in kinds.items():
-            output = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+            output = subprocess.run(
+                [sys.executable, "-c", program, path, dtype], capture_output=True, text=True, check=True
+            )
             seconds, memory = map(float, output.stdout.split()[-2:])
             results[name].append((seconds, memory))
     return results
@@ -158,11 +164,13 @@ def loading(folder: Path, rounds: int, kinds: dict[str, Path]) -> dict[str, list
 
 def write_checkpoints(folder: Path) -> dict[str, Path]:
     """Stock Qwen3 and released-form checkpoints of one shape, all pickled bf16 files of the same form."""
-    shape = dict(SHAPES["released"], num_hidden_layers=8, vocab_size=152064 * 8 // 28, tie_word_embeddings=True)
+    released = dict(SHAPES["released"], num_hidden_layers=8, vocab_size=152064 * 8 // 28, tie_word_embeddings=True)
     paths = {}
     for name in ("stock", *GATES):
         paths[name] = folder / name
         paths[name].mkdir()
+        # The elementwise release has a narrower MLP, so that all three have about one size.
+        shape = dict(released, intermediate_size=5504) if name == "elementwise" else released
         if name == "stock":
             model = Qwen3ForCausalLM(Qwen3Config(**shape, dtype="bfloat16")).to(torch.bfloat16)
             model.config.save_pretrained(paths[name])
@@ -218,15 +226,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         paths = write_checkpoints(Path(folder))
-        results = loading(Path(folder), max(args.rounds // 2, 3), paths)
-    print("\n| loading, released form | seconds | / stock | peak memory, MiB | / stock |\n|---|---|---|---|---|")
-    stock_seconds, stock_memory = zip(*results["stock"], strict=True)
-    for name, measured in results.items():
-        seconds, memory = zip(*measured, strict=True)
-        print(
-            f"| {name} | {statistics.median(seconds):.2f} | {ratio(seconds, stock_seconds):.3f} "
-            f"| {statistics.median(memory):.0f} | {ratio(memory, stock_memory):.3f} |"
-        )
+        results = {dtype: loading(max(args.rounds // 2, 3), dtype, paths) for dtype in ("bfloat16", "float32")}
+    print(
+        "\n| loading, released form | as | seconds | / stock | peak memory, MiB | / stock |\n|---|---|---|---|---|---|"
+    )
+    for dtype, of_dtype in results.items():
+        stock_seconds, stock_memory = zip(*of_dtype["stock"], strict=True)
+        for name, measured in of_dtype.items():
+            seconds, memory = zip(*measured, strict=True)
+            print(
+                f"| {name} | {dtype} | {statistics.median(seconds):.2f} | {ratio(seconds, stock_seconds):.3f} "
+                f"| {statistics.median(memory):.0f} | {ratio(memory, stock_memory):.3f} |"
+            )
 
 
 if __name__ == "__main__":

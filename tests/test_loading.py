@@ -830,22 +830,20 @@ def test_quantisation_acts_on_the_unpacked_weights(name, kept, rounded, tmp_path
 
 
 def torchao():
-    quantization = pytest.importorskip("torchao.quantization")
-    return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def bitsandbytes():
-    pytest.importorskip("bitsandbytes")
     return transformers.BitsAndBytesConfig(load_in_8bit=True)
 
 
 def bitsandbytes_but_gates():
-    pytest.importorskip("bitsandbytes")
     return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["g_proj", "lm_head"])
 
 
 def quanto():
-    pytest.importorskip("optimum.quanto")
     return transformers.QuantoConfig(weights="int8")
 
 
