@@ -1,13 +1,17 @@
 """GatedQwen model configuration"""
 
+import dataclasses
 import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
-from .released import is_released, read_released_fields
+from .released import GATE_FLAGS, is_released, read_released_fields
 
 logger = logging.get_logger(__name__)
 
@@ -87,16 +91,29 @@ class GatedQwenConfig(Qwen3Config):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self._check_sizes()
+        self._check_gate()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        self._check_gate()
         super().__post_init__(**kwargs)
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` must have one entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) "
+                f"layers, got {len(self.layer_types)}."
+            )
+        self.check()
+
+    def check(self):
+        """Raise a ValueError where a field, set after construction perhaps, is not one to build a model from."""
+        self._check_sizes()
+        self._check_gate()
         self._check_positions()
         # transformers warns of rules that match no module.
         absent = {"g_proj"} if self.attn_gate is None else set()
         absent |= set() if self.use_qk_norm else {"q_norm", "k_norm"}
         self.base_model_tp_plan = {
-            name: style for name, style in self.base_model_tp_plan.items() if name.rpartition(".")[2] not in absent
+            name: style
+            for name, style in type(self).base_model_tp_plan.items()
+            if name.rpartition(".")[2] not in absent
         }
 
     @classmethod
@@ -110,6 +127,18 @@ class GatedQwenConfig(Qwen3Config):
                 + ": load it with AutoModelForCausalLM, which picks its own class."
             )
         return config_dict, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # As fields of the file, overrides are checked, and what follows from them is derived.
+        names = {field.name for field in dataclasses.fields(cls)}
+        names -= {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        names |= {*GATE_FLAGS, "qkv_bias", "rope_theta", "rope_scaling", "output_gate_scores"}
+        overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        config_dict = {**config_dict, **overrides}
+        if "num_hidden_layers" in overrides and "layer_types" not in overrides and config_dict.get("layer_types"):
+            config_dict["layer_types"] = config_dict["layer_types"][: overrides["num_hidden_layers"]]
+        return super().from_dict(config_dict, **kwargs)
 
     def is_gated_layer(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx`, counted from 0, has an output gate."""
@@ -128,6 +157,10 @@ class GatedQwenConfig(Qwen3Config):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(map(repr, ACT2FN))}, got {self.hidden_act!r}.")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(f"`pad_token_id` ({self.pad_token_id}) must be below `vocab_size` ({self.vocab_size}).")
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -148,10 +181,10 @@ class GatedQwenConfig(Qwen3Config):
                 "`layer_types` must hold 'full_attention' or 'sliding_attention' for each layer, "
                 f"got {', '.join(map(repr, sorted(unknown)))}."
             )
-        if len(self.layer_types) != self.num_hidden_layers:
+        if len(self.layer_types) < self.num_hidden_layers:
             raise ValueError(
-                f"`layer_types` must have one entry for each of the `num_hidden_layers` ({self.num_hidden_layers}) "
-                f"layers, got {len(self.layer_types)}."
+                f"`num_hidden_layers` ({self.num_hidden_layers}) is more than `layer_types` has entries "
+                f"({len(self.layer_types)}): set both."
             )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError(
@@ -163,6 +196,14 @@ class GatedQwenConfig(Qwen3Config):
                 f"`partial_rotary_factor` must be 1, got {self.rope_parameters['partial_rotary_factor']}: "
                 "these models rotate whole heads."
             )
+        rope_type, rope_theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"`rope_type` must be one of {', '.join(map(repr, ('default', *ROPE_INIT_FUNCTIONS)))}, "
+                f"got {rope_type!r}."
+            )
+        if not isinstance(rope_theta, (int, float)) or not rope_theta > 0:
+            raise ValueError(f"`rope_theta` must be a number above 0, got {rope_theta!r}.")
 
     def _check_gate(self):
         if self.attn_gate not in ATTN_GATES:

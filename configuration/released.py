@@ -48,11 +48,16 @@ def read_released_fields(config, fields: dict) -> dict:
                 f"`attn_gate` ({config.attn_gate!r}) and the authors' flags ({', '.join(gates) or 'both false'}) "
                 "contradict each other: remove one of them."
             )
+        if config.attn_gate_layers is not None:
+            raise ValueError(
+                "`attn_gate_layers` cannot be set beside the authors' flags, whose models have gates in all layers: "
+                "remove it."
+            )
         config.attn_gate = gates[0] if gates else None
         # It names the code beside the checkpoint, which is never run.
         fields.pop("auto_map", None)
         if config.architectures:
-            config.architectures = [name.replace("Qwen3", "GatedQwen", 1) for name in config.architectures]
+            config.architectures = [str(name).replace("Qwen3", "GatedQwen", 1) for name in config.architectures]
 
     qkv_bias = theirs.get("qkv_bias")
     if qkv_bias is not None:

@@ -23,8 +23,9 @@ from transformers.utils.loading_report import update_key_name
 
 from ..conversion.layouts import unpack_released
 
-# Heads may come and go between tasks; these may not.
+# Heads may come and go between tasks; all other weights may not.
 OF_THE_DECODER = re.compile(r"(^|\.)(layers\.\d+|embed_tokens|norm)\.")
+OTHER_HEADS = re.compile(r"(lm_head|score|qa_outputs)\.weight|qa_outputs\.bias")
 
 REMEDY = "get it again, or the checkpoint from its authors"
 
@@ -34,9 +35,13 @@ _strict: ContextVar[bool] = ContextVar("strict", default=True)
 class UnpackReleasedGate(ConversionOps):
     """A packed q_proj of the released layout to q_proj and g_proj. One without gate rows passes through."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, config, **kwargs):
+    def convert(
+        self, input_dict, source_patterns, target_patterns, full_layer_name, model, config, missing_keys, **kwargs
+    ):
         (packed,) = input_dict[source_patterns[0]]
         q_proj, g_proj = target_patterns
+        if full_layer_name.replace(".q_proj.", ".g_proj.") not in missing_keys:
+            return {q_proj: packed}  # the file has a gate of its own beside it; two would be one too many
         try:
             query, gate = unpack_released(packed, config, row_shards(model.get_parameter(full_layer_name)))
         except ValueError:
@@ -105,15 +110,18 @@ def _fault_behind(error: Exception) -> str | None:
 
 
 def _damaged_index(folder) -> str | None:
-    """The index of shards in a local folder that is not JSON."""
+    """The index of shards in a local folder that is not one: JSON with `metadata`, and `weight_map` to file names."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         file = os.path.join(folder, name)
         try:
             with open(file) as opened:
-                json.load(opened)
+                index = json.load(opened)
         except OSError:
             continue
         except ValueError:
+            return file
+        weight_map = index.get("weight_map") if isinstance(index, dict) and "metadata" in index else None
+        if not (isinstance(weight_map, dict) and weight_map and all(isinstance(v, str) for v in weight_map.values())):
             return file
     return None
 
@@ -127,9 +135,11 @@ def what_is_wrong_with(file: str) -> str | None:
     except Exception as error:
         # Of a file that is no pickle at all, torch's reader raises whatever its first bytes lead to.
         return _fault_behind(error) or f"is damaged, or no file of weights ({type(error).__name__})"
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        return "does not hold tensors by name"
-    return None
+    plain = isinstance(weights, dict) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
+        for name, value in weights.items()
+    )
+    return None if plain else "does not hold plain tensors by name"
 
 
 class ChecksWhatItLoads:
@@ -163,9 +173,9 @@ class ChecksWhatItLoads:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         except Exception as error:
             # Without a dtype in config.json, transformers reads weights before it loads them.
-            folder = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder", ""))
-            if isinstance(error, json.JSONDecodeError) and (index := _damaged_index(folder)):
-                raise OSError(f"{index} is not JSON ({error}): {REMEDY}.") from error
+            folder = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
+            if index := _damaged_index(folder):
+                raise OSError(f"{index} is not an index of shards: {REMEDY}.") from error
             if fault := _fault_behind(error):
                 raise OSError(f"A file of weights in {pretrained_model_name_or_path} {fault}: {REMEDY}.") from error
             raise
@@ -207,7 +217,10 @@ class ChecksWhatItLoads:
         model._adjust_missing_and_unexpected_keys(loading_info)
         if _strict.get():
             check_loaded(model, load_config, loading_info)
-        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        missing = set(loading_info.missing_keys)
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        check_tied(model, load_config, missing)
+        return loading_info
 
 
 def check_loaded(model, load_config, loading_info) -> None:
@@ -242,12 +255,27 @@ def check_loaded(model, load_config, loading_info) -> None:
             f"{source}: weights are missing: {_names(missing)}. Get the whole checkpoint, or pass strict=False to "
             "start from random ones."
         )
-    unexpected = {key for key in loading_info.unexpected_keys if OF_THE_DECODER.search(key)}
+    unexpected = {key for key in loading_info.unexpected_keys if not OTHER_HEADS.fullmatch(key)}
     if unexpected:
         raise RuntimeError(
             f"{source}: weights that this model has no place for: {_names(unexpected)}. Load it with the class it was "
             "saved from, or pass strict=False to leave them out."
         )
+
+
+def check_tied(model, load_config, missing: set[str]) -> None:
+    """Raise a RuntimeError where a weight that the checkpoint leaves to tying was not tied.
+
+    transformers switches tying off in the whole process while it builds a model, also for loads in other threads.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in model.all_tied_weights_keys.items():
+        both_here = target in parameters and source in parameters  # a pipeline stage may hold one
+        if both_here and not missing.isdisjoint({target, source}) and parameters[target] is not parameters[source]:
+            raise RuntimeError(
+                f"{load_config.pretrained_model_name_or_path}: {target} was not tied to {source}, since models were "
+                "being loaded in several threads at once: load them one after the other, in a new process."
+            )
 
 
 __all__ = ["ChecksWhatItLoads", "check_loaded", "released_converters"]

@@ -172,10 +172,12 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
     The decoder without a head.
 
     With `output_gate_scores=True` the output has `gate_scores`, a tuple with one (batch, tokens, heads, 1 or head_dim)
-    tensor for each gated layer: the factors on the attention output, `attn_gate_scale * sigmoid(g_proj(X))`.
+    tensor for each gated layer: the factors on the attention output, `attn_gate_scale * sigmoid(g_proj(X))`. They
+    carry gradients, but not under gradient checkpointing with `use_reentrant=True`, which records them without.
     """
 
     def __init__(self, config: GatedQwenConfig):
+        config.check()
         super(Qwen3Model, self).__init__(config)  # Qwen3Model's own would build Qwen3's layers
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -191,9 +193,10 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
 
     @wraps(Qwen3Model.forward)
     def forward(self, *args, gate_scores_out: list | None = None, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        if gate_scores_out is not None:
-            gate_scores_out.extend(outputs.gate_scores)
+        if gate_scores_out is None:
+            return super().forward(*args, **kwargs)
+        outputs = super().forward(*args, **{**kwargs, "return_dict": True})
+        gate_scores_out.extend(outputs.gate_scores)
         return outputs
 
 

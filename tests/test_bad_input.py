@@ -240,6 +240,31 @@ def test_a_damaged_index_is_named(tmp_path, form):
     assert str(index) in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"metadata": {}}', '{"weight_map": {}}', '{"metadata": {}, "weight_map": null}']
+)
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_an_index_of_another_form_is_named(tmp_path, form, content):
+    sharded(tmp_path, form)
+    (index,) = tmp_path.glob("*.index.json")
+    index.write_text(content)
+    assert f"{index} is not an index of shards" in refusal(tmp_path)
+
+
+def test_a_gate_packed_and_apart_is_one_too_many(headwise):
+    weights = torch.load(headwise / "pytorch_model.bin", weights_only=True)
+    weights["model.layers.0.self_attn.g_proj.weight"] = torch.full((4, 48), 9.0)
+    torch.save(weights, headwise / "pytorch_model.bin")
+    assert "model.layers.0.self_attn.q_proj.weight is [68, 48]" in refusal(headwise)
+
+
+def test_tying_that_did_not_happen_is_an_error(tmp_path, monkeypatch):
+    native(tmp_path, tie_word_embeddings=True)
+    # What a load in another thread leaves behind for the time it builds its model.
+    monkeypatch.setattr(transformers.PreTrainedModel, "tie_weights", lambda *args, **kwargs: None)
+    assert "lm_head.weight was not tied to model.embed_tokens.weight" in refusal(tmp_path)
+
+
 def test_no_weights_at_all(headwise):
     (headwise / "pytorch_model.bin").unlink()
     line = refusal(headwise)
@@ -460,6 +485,8 @@ def test_of_tied_weights_one_is_enough(tmp_path):
         "model.layers.1.self_attn.sinks",
         "model.norm.bias",
         "model.layers.2.self_attn.q_proj.bias",
+        "lm_head.bias",
+        "something.weight",
     ],
 )
 def test_unexpected_decoder_weights_are_named(tmp_path, gate, extra):

@@ -521,6 +521,59 @@ def test_other_keywords_of_from_pretrained_override_the_file():
     assert config._is_released
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"attn_gate": "bogus"}, "`attn_gate`"),
+        ({"attn_gate": "elementwise"}, "`attn_gate`"),
+        ({"attn_gate_scale": -1.0}, "`attn_gate_scale`"),
+        ({"attn_gate_layers": [0]}, "`attn_gate_layers`"),
+        ({"layer_types": ["foo"] * 3}, "`layer_types`"),
+        ({"rope_theta": 0}, "`rope_theta`"),
+        ({"rope_scaling": {"rope_type": "bogus"}}, "`rope_type`"),
+        ({"hidden_act": "foo"}, "`hidden_act`"),
+        ({"qkv_bias": "yes"}, "`qkv_bias`"),
+    ],
+)
+def test_overrides_are_checked_like_fields_of_the_file(overrides, named):
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(RELEASED / "1B_gate_headwise", **overrides)
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_follows_from_an_override_is_derived(tmp_path):
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    config = AutoConfig.from_pretrained(RELEASED / "1B_gate_headwise", **windows)
+    assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    config.save_pretrained(tmp_path)
+    shorter = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=2)
+    assert shorter.layer_types == ["full_attention", "sliding_attention"]
+    ungated = AutoConfig.from_pretrained(tmp_path, attn_gate=None)
+    assert not any("g_proj" in name for name in ungated.base_model_tp_plan)
+    assert AutoConfig.from_pretrained(tmp_path, output_gate_scores=True).output_gate_scores is True
+
+
+def test_fields_set_on_the_object_are_checked_when_a_model_is_built():
+    config = tiny_config(attn_gate=None)
+    config.attn_gate = "bogus"
+    with pytest.raises(ValueError, match="`attn_gate` must be one of"):
+        GatedQwenForCausalLM(config)
+    config.attn_gate = "headwise"
+    assert "model.layers.*.self_attn.g_proj" in GatedQwenForCausalLM(config)._tp_plan
+    config.num_hidden_layers = 4
+    with pytest.raises(ValueError, match="`num_hidden_layers`"):
+        GatedQwenForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rope_theta": -1}, {"rope_theta": "abc"}, {"pad_token_id": 131}, {"sliding_window": 0}]
+)
+def test_values_that_no_model_can_have_are_refused(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        tiny_config(**fields)
+
+
 def test_a_model_built_from_a_released_config_is_native(tmp_path):
     config = AutoConfig.from_pretrained(RELEASED / "1B_gate_headwise")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -125,6 +125,17 @@ def test_input_ids_and_inputs_embeds_exclude_each_other(gate):
         model()
 
 
+def test_gate_scores_where_the_config_asks_for_tuples(gate):
+    ids = tokens()
+    for model_class in ALL_CLASSES:
+        model = build(gate, model_class)
+        expected = model(ids, output_gate_scores=True).gate_scores
+        model.config.return_dict = False
+        found = model(ids, output_gate_scores=True)[-1]
+        assert len(found) == len(expected) == (0 if gate is None else 3)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 # What the gate computes
 
 
@@ -661,6 +672,17 @@ def test_fullgraph_compilation_equals_eager(gate):
         assert torch.equal(compiled(ids).logits, model(ids).logits)
         outputs = compiled(ids, output_gate_scores=False)
         assert torch.equal(outputs.logits, model(ids).logits) and "gate_scores" not in outputs
+
+
+@gated
+@torch.no_grad()
+def test_fullgraph_compilation_returns_gate_scores(gate):
+    torch.compiler.reset()
+    model, ids = build(gate), tokens()
+    # transformers installs its recording hooks at the first request, under a lock, which does not compile.
+    expected = model(ids, output_gate_scores=True).gate_scores
+    found = torch.compile(model, fullgraph=True, backend="eager")(ids, output_gate_scores=True).gate_scores
+    assert len(found) == 3 and all(map(torch.equal, found, expected))
 
 
 def test_fullgraph_compilation_gives_the_same_gradients(gate):
