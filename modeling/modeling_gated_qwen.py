@@ -25,10 +25,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration import GatedQwenConfig
 from .loading import ChecksWhatItLoads
+from .outputs import with_gate_scores
 
 # transformers 5.24 renamed what layers call the key/value cache.
 CACHE = "cache" if "cache" in inspect.signature(Qwen3Attention.forward).parameters else "past_key_values"
@@ -193,10 +195,13 @@ class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):
 
     @wraps(Qwen3Model.forward)
     def forward(self, *args, gate_scores_out: list | None = None, **kwargs):
-        if gate_scores_out is None:
-            return super().forward(*args, **kwargs)
-        outputs = super().forward(*args, **{**kwargs, "return_dict": True})
-        gate_scores_out.extend(outputs.gate_scores)
+        if gate_scores_out is not None:
+            kwargs["return_dict"] = True
+        outputs = super().forward(*args, **kwargs)
+        if isinstance(outputs, ModelOutput) and "gate_scores" in outputs:
+            outputs = with_gate_scores(outputs, outputs.gate_scores)
+        if gate_scores_out is not None:
+            gate_scores_out.extend(outputs.gate_scores)
         return outputs
 
 
@@ -209,10 +214,7 @@ def passes_on_gate_scores(forward):
             return forward(self, *args, **kwargs)
         gate_scores = []
         outputs = forward(self, *args, gate_scores_out=gate_scores, **kwargs)
-        if isinstance(outputs, tuple):
-            return (*outputs, tuple(gate_scores))
-        outputs["gate_scores"] = tuple(gate_scores)
-        return outputs
+        return with_gate_scores(outputs, tuple(gate_scores))
 
     return wrapper
 

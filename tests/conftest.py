@@ -1,3 +1,4 @@
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+import transformers
 from support import GATES, RELEASED, RELEASED_NAMES
 
 
@@ -19,3 +21,12 @@ def gate(request):
 def released(request, tmp_path) -> Path:
     """A copy of one released checkpoint, free to be changed."""
     return Path(shutil.copytree(RELEASED / request.param, tmp_path / request.param))
+
+
+@pytest.fixture
+def log(caplog):
+    """What is logged, by transformers too, whose logger passes nothing on to the root."""
+    transformers.utils.logging.add_handler(caplog.handler)
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+    transformers.utils.logging.remove_handler(caplog.handler)

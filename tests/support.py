@@ -15,10 +15,13 @@ RELEASED_NAMES = ("1B_baseline", "1B_gate_headwise", "1B_gate_elementwise")
 GATES = (None, "headwise", "elementwise")
 
 
+VOCABULARY = 131
+
+
 def tiny_config(**fields) -> gated_qwen.GatedQwenConfig:
     """2 query heads per key/value head, heads * head_dim != hidden_size, no two sizes alike."""
     defaults = dict(
-        vocab_size=131,
+        vocab_size=VOCABULARY,
         hidden_size=40,
         intermediate_size=72,
         num_hidden_layers=3,
@@ -42,3 +45,16 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.25 * noise)
     return model.eval()
+
+
+def build(gate, model_class=gated_qwen.GatedQwenForCausalLM, **fields) -> torch.nn.Module:
+    return randomise(model_class(tiny_config(attn_gate=gate, **fields)))
+
+
+def tokens(batch=2, length=11, seed=0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def max_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a.float() - b.float()).abs().max().item()

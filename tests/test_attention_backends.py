@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from support import randomise, tiny_config
+from support import VOCABULARY, build, tiny_config, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -15,7 +15,6 @@ from transformers.utils import is_flash_attn_2_available
 from gated_qwen import GatedQwenForCausalLM, GatedQwenModel
 from gated_qwen.modeling.modeling_gated_qwen import CACHE, GatedQwenAttention
 
-VOCABULARY = 131
 BACKENDS = ("eager", "sdpa", "flex_attention")
 
 # Largest difference allowed, relative to the largest logit.
@@ -32,14 +31,6 @@ def without_gradients_and_compilation(request):
     stance = "default" if "compiled" in request.fixturenames else "force_eager"
     with torch.no_grad(), torch.compiler.set_stance(stance):
         yield
-
-
-def tokens(batch=2, length=11, seed=0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def build(gate, model_class=GatedQwenForCausalLM, **fields):
-    return randomise(model_class(tiny_config(attn_gate=gate, **fields)))
 
 
 def run(model, backend, *args, **kwargs):

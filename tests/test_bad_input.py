@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import logging
 import os
 import pickle
 import re
@@ -33,15 +32,6 @@ from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM, GatedQwenModel
 HEADWISE = RELEASED / "1B_gate_headwise"
 PACKED_ROWS = {"1B_baseline": 64, "1B_gate_headwise": 68, "1B_gate_elementwise": 128}
 gated = pytest.mark.parametrize("gate", ["headwise", "elementwise"])
-
-
-@pytest.fixture
-def log(caplog):
-    """What is logged, by transformers too, whose logger passes nothing on to the root."""
-    transformers.utils.logging.add_handler(caplog.handler)
-    with caplog.at_level(logging.WARNING):
-        yield caplog
-    transformers.utils.logging.remove_handler(caplog.handler)
 
 
 def load(folder, **kwargs):

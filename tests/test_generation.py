@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from support import randomise, tiny_config
+from support import max_error, randomise, tiny_config, tokens
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 from gated_qwen import GatedQwenForCausalLM
 from gated_qwen.modeling.modeling_gated_qwen import CACHE
 
-VOCABULARY = 131
 NEW = 8
 
 # Largest difference allowed between logits, which are of size about 10.
@@ -23,17 +22,8 @@ def without_gradients():
         yield
 
 
-def tokens(batch=2, length=11, seed=0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def build(gate, seed=0, **fields):
     return randomise(GatedQwenForCausalLM(tiny_config(attn_gate=gate, **fields)), seed)
-
-
-def max_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return (a.float() - b.float()).abs().max().item()
 
 
 def greedy_by_hand(model, ids, new=NEW):

@@ -7,7 +7,6 @@ import builtins
 import hashlib
 import importlib
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -77,15 +76,6 @@ def no_prompt(monkeypatch):
         raise AssertionError(f"asked the user: {text}")
 
     monkeypatch.setattr(builtins, "input", prompt)
-
-
-@pytest.fixture
-def log(caplog):
-    """What is logged, by transformers too, whose logger passes nothing on to the root."""
-    transformers.utils.logging.add_handler(caplog.handler)
-    with caplog.at_level(logging.WARNING):
-        yield caplog
-    transformers.utils.logging.remove_handler(caplog.handler)
 
 
 def load(folder, **kwargs):

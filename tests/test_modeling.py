@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import randomise, tiny_config
+from support import VOCABULARY, build, max_error, randomise, tiny_config, tokens
 from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,7 +25,6 @@ from gated_qwen import (
     GatedQwenModel,
 )
 
-VOCABULARY = 131
 HEADS = (GatedQwenForSequenceClassification, GatedQwenForTokenClassification, GatedQwenForQuestionAnswering)
 ALL_CLASSES = (GatedQwenModel, GatedQwenForCausalLM, *HEADS)
 OURS = (
@@ -41,19 +40,6 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 head_counts = pytest.mark.parametrize(
     ("heads", "key_value_heads"), [(6, 3), (8, 2), (4, 1), (4, 4)], ids=["groups-of-2", "groups-of-4", "mqa", "mha"]
 )
-
-
-def tokens(batch=2, length=11, seed=0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def build(gate, model_class=GatedQwenForCausalLM, **fields):
-    return randomise(model_class(tiny_config(attn_gate=gate, **fields)))
-
-
-def max_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return (a.float() - b.float()).abs().max().item()
 
 
 def stock(model) -> Qwen3ForCausalLM:
@@ -123,6 +109,20 @@ def test_input_ids_and_inputs_embeds_exclude_each_other(gate):
         model(input_ids=ids, inputs_embeds=model.get_input_embeddings()(ids))
     with pytest.raises(ValueError, match="exactly one of"):
         model()
+
+
+def test_export_with_gate_scores(gate):
+    ids = tokens()
+    for model_class in (GatedQwenModel, GatedQwenForCausalLM):
+        model = build(gate, model_class)
+        kwargs = {"input_ids": ids, "use_cache": False, "output_gate_scores": True}
+        with torch.no_grad():
+            expected = model(**kwargs)
+            exported = torch.export.export(model, (), kwargs, strict=False).module()(**kwargs)
+        assert type(exported) is type(expected)
+        assert all(max_error(a, b) <= TOLERANCE for a, b in zip(exported[0], expected[0], strict=True))
+        pairs = zip(exported.gate_scores, expected.gate_scores, strict=True)
+        assert all(max_error(a, b) <= TOLERANCE for a, b in pairs)
 
 
 def test_gate_scores_where_the_config_asks_for_tuples(gate):

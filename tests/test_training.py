@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from support import randomise, tiny_config
+from support import max_error, randomise, tiny_config, tokens
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from gated_qwen import (
@@ -14,7 +14,6 @@ from gated_qwen import (
 )
 from gated_qwen.modeling.modeling_gated_qwen import CACHE
 
-VOCABULARY = 131
 USUAL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 # Largest difference allowed between logits, which are of size about 10.
@@ -23,17 +22,8 @@ TOLERANCE = 5e-5
 gated = pytest.mark.parametrize("gate", ["headwise", "elementwise"])
 
 
-def tokens(batch=2, length=11, seed=0) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def build(gate, model_class=GatedQwenForCausalLM, **fields):
     return randomise(model_class(tiny_config(attn_gate=gate, **fields))).train()
-
-
-def max_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return (a.float() - b.float()).abs().max().item()
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
