@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.loading_report import update_key_name
 
 from ..conversion.layouts import unpack_released
+from .mapped_files import let_go_of_pages
 
 # Heads may come and go between tasks; all other weights may not.
 OF_THE_DECODER = re.compile(r"(^|\.)(layers\.\d+|embed_tokens|norm)\.")
@@ -33,7 +34,13 @@ _strict: ContextVar[bool] = ContextVar("strict", default=True)
 
 
 class UnpackReleasedGate(ConversionOps):
-    """A packed q_proj of the released layout to q_proj and g_proj. One without gate rows passes through."""
+    """A packed q_proj of the released layout to q_proj and g_proj. One without gate rows passes through.
+
+    `from_files`: the tensors are the loader's own, read from files as they are, and not needed afterwards.
+    """
+
+    def __init__(self, from_files: bool):
+        self.from_files = from_files
 
     def convert(
         self, input_dict, source_patterns, target_patterns, full_layer_name, model, config, missing_keys, **kwargs
@@ -46,6 +53,8 @@ class UnpackReleasedGate(ConversionOps):
             query, gate = unpack_released(packed, config, row_shards(model.get_parameter(full_layer_name)))
         except ValueError:
             return {q_proj: packed}  # the shape check names a q_proj that is neither
+        if self.from_files:
+            let_go_of_pages(packed)
         return {q_proj: query, g_proj: gate}
 
 
@@ -74,12 +83,12 @@ class UnpackingConverter(WeightConverter):
         return converted
 
 
-def released_converters() -> list[WeightConverter]:
+def released_converters(from_files: bool) -> list[WeightConverter]:
     return [
         UnpackingConverter(
             source_patterns=f"self_attn.q_proj.{parameter}",
             target_patterns=[f"self_attn.q_proj.{parameter}", f"self_attn.g_proj.{parameter}"],
-            operations=[UnpackReleasedGate()],
+            operations=[UnpackReleasedGate(from_files)],
         )
         for parameter in ("weight", "bias")
     ]
@@ -195,7 +204,7 @@ class ChecksWhatItLoads:
                     f"ranks, which do not divide the {model.config.num_key_value_heads} key/value heads. Load it in "
                     "one process, save_pretrained() the native layout, and load that."
                 )
-            weight_mapping = [*(load_config.weight_mapping or []), *released_converters()]
+            weight_mapping = [*(load_config.weight_mapping or []), *released_converters(from_files=state_dict is None)]
             load_config = dataclasses.replace(load_config, weight_mapping=weight_mapping)
         load = PreTrainedModel._load_pretrained_model
         try:

@@ -45,6 +45,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import gated_qwen
 from gated_qwen import GatedQwenConfig, GatedQwenForCausalLM, GatedQwenModel
+from gated_qwen.modeling.mapped_files import let_go_of_pages
 from gated_qwen.modeling.modeling_gated_qwen import CACHE
 
 # What is promised is 1e-4. Measured in fp32: eager 0, other backends and caches up to 1e-5, on logits of about 20.
@@ -803,6 +804,25 @@ class Round(transformers.core_model_loading.ConversionOps):
 def rounded(monkeypatch):
     monkeypatch.setitem(quantizers_auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "rounded", RoundedConfig)
     monkeypatch.setitem(quantizers_auto.AUTO_QUANTIZER_MAPPING, "rounded", Rounded)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are let go of on Linux only")
+def test_pages_of_a_mapped_file_are_let_go_of_and_no_others(tmp_path):
+    values = torch.arange(2**20, dtype=torch.float32)
+    torch.save(values, tmp_path / "values.bin")
+    mapped = torch.load(tmp_path / "values.bin", mmap=True, weights_only=True)
+
+    def resident():
+        """kB of the file in this process's memory."""
+        maps = Path("/proc/self/smaps").read_text().split("values.bin")
+        return sum(int(part.split("Rss:")[1].split()[0]) for part in maps[1:])
+
+    assert torch.equal(mapped, values) and resident() > 4000
+    let_go_of_pages(mapped)
+    assert resident() < 100
+    assert torch.equal(mapped, values)
+    let_go_of_pages(values)  # not from a file: its values would be lost
+    assert torch.equal(values, mapped)
 
 
 @names
