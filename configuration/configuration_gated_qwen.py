@@ -103,7 +103,10 @@ class GatedQwenConfig(Qwen3Config):
         self.check()
 
     def check(self):
-        """Raise a ValueError where a field, set after construction perhaps, is not one to build a model from."""
+        """Raise a ValueError where a field is not one to build a model from, and settle what follows from the fields.
+
+        Models call it again when they are built, since fields may have been set since.
+        """
         self._check_sizes()
         self._check_gate()
         self._check_positions()

@@ -47,7 +47,7 @@ class UnpackReleasedGate(ConversionOps):
     ):
         (packed,) = input_dict[source_patterns[0]]
         q_proj, g_proj = target_patterns
-        if full_layer_name.replace(".q_proj.", ".g_proj.") not in missing_keys:
+        if missing_keys is not None and full_layer_name.replace(".q_proj.", ".g_proj.") not in missing_keys:
             return {q_proj: packed}  # the file has a gate of its own beside it; two would be one too many
         try:
             query, gate = unpack_released(packed, config, row_shards(model.get_parameter(full_layer_name)))
@@ -181,10 +181,11 @@ class ChecksWhatItLoads:
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         except Exception as error:
-            # Without a dtype in config.json, transformers reads weights before it loads them.
             folder = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
-            if index := _damaged_index(folder):
-                raise OSError(f"{index} is not an index of shards: {REMEDY}.") from error
+            if isinstance(error, (json.JSONDecodeError, LookupError, AttributeError, TypeError)):
+                if index := _damaged_index(folder):
+                    raise OSError(f"{index} is not an index of shards: {REMEDY}.") from error
+            # Without a dtype in config.json, transformers reads weights before it loads them.
             if fault := _fault_behind(error):
                 raise OSError(f"A file of weights in {pretrained_model_name_or_path} {fault}: {REMEDY}.") from error
             raise

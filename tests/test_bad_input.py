@@ -330,7 +330,7 @@ def test_a_native_config_with_the_other_gate(tmp_path, gate, other, found, expec
     assert f"self_attn.g_proj.weight is {found} in the checkpoint but {expected} by its config" in line
 
 
-@pytest.mark.parametrize(("name", "flagged"), itertools.permutations(RELEASED_NAMES, 2))
+@pytest.mark.parametrize(("name", "flagged"), list(itertools.permutations(RELEASED_NAMES, 2)))
 def test_flags_of_another_released_checkpoint(name, flagged, tmp_path):
     folder = Path(shutil.copytree(RELEASED / name, tmp_path / name))
     flags = {f"{gate}_attn_output_gate": flagged == f"1B_gate_{gate}" for gate in ("headwise", "elementwise")}
