@@ -110,13 +110,12 @@ class GatedQwenConfig(Qwen3Config):
         self._check_sizes()
         self._check_gate()
         self._check_positions()
-        # transformers warns of rules that match no module.
-        absent = {"g_proj"} if self.attn_gate is None else set()
-        absent |= set() if self.use_qk_norm else {"q_norm", "k_norm"}
+        # transformers warns of rules that match no module, and adds rules of its own.
+        present = {"g_proj": self.attn_gate is not None, "q_norm": self.use_qk_norm, "k_norm": self.use_qk_norm}
         self.base_model_tp_plan = {
             name: style
-            for name, style in type(self).base_model_tp_plan.items()
-            if name.rpartition(".")[2] not in absent
+            for name, style in {**type(self).base_model_tp_plan, **self.base_model_tp_plan}.items()
+            if present.get(name.rpartition(".")[2], True)
         }
 
     @classmethod
