@@ -243,7 +243,8 @@ def check_loaded(model, load_config, loading_info) -> None:
             f"{source}: {name} is {list(found)} in the checkpoint but {list(expected)} by its config"
             + (f", and {more} more differ" if more else "")
             + (
-                ". The config belongs to other weights: get both from one place, or correct the sizes in it."
+                ". The config belongs to other weights: get both from one place, or correct the sizes or the gate "
+                "in it."
                 if OF_THE_DECODER.search(name) or name == "lm_head.weight"
                 else ". Pass ignore_mismatched_sizes=True for a new head of that size."
             )
@@ -268,8 +269,8 @@ def check_loaded(model, load_config, loading_info) -> None:
     unexpected = {key for key in loading_info.unexpected_keys if not OTHER_HEADS.fullmatch(key)}
     if unexpected:
         raise RuntimeError(
-            f"{source}: weights that this model has no place for: {_names(unexpected)}. Load it with the class it was "
-            "saved from, or pass strict=False to leave them out."
+            f"{source}: weights that this model has no place for: {_names(unexpected)}. Load it with the class and "
+            "config it was saved from, or pass strict=False to leave them out."
         )
 
 

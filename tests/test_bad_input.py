@@ -292,7 +292,7 @@ def assert_mismatch_named(line, folder, on_disk):
     """One tensor with its shape on disk and its shape in a model of the config, and how many more there are."""
     pattern = (
         r"(\S+) is (\[[\d, ]+\]) in the checkpoint but (\[[\d, ]+\]) by its config, and (\d+) more differ\. "
-        r"The config belongs to other weights: get both from one place, or correct the sizes in it\."
+        r"The config belongs to other weights: get both from one place, or correct the sizes or the gate in it\."
     )
     assert line.startswith(f"{folder}: ")
     name, found, expected, more = re.fullmatch(pattern, line.removeprefix(f"{folder}: ")).groups()
