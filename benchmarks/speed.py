@@ -22,6 +22,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 import gated_qwen
 from gated_qwen.conversion import released_config, released_state_dict
+from gated_qwen.modeling.modeling_gated_qwen import CACHE
 
 SHAPES = {
     # The layer of the released checkpoints; 2 of 28 layers, and the vocabulary cut alike.
@@ -111,17 +112,16 @@ def decoding(model):
     input_ids = torch.randint(model.config.vocab_size, (1, 64))
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model(input_ids, past_key_values=cache) if OLD_CACHE else model(input_ids, cache=cache)
+        model(input_ids, **{CACHE: cache})
 
         def decode():
             for position in range(DECODED):
                 token = input_ids[:, position : position + 1]
-                model(token, past_key_values=cache) if OLD_CACHE else model(token, cache=cache)
+                model(token, **{CACHE: cache})
 
         return timed(decode)
 
 
-OLD_CACHE = tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5, 24)
 TASKS = {"prefill": prefill, "training step": training_step, "decoding": decoding}
 
 

@@ -1,7 +1,6 @@
 """The command line: `gated-qwen COMMAND`."""
 
 import argparse
-import sys
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +19,3 @@ def main(argv: list[str] | None = None) -> int:
         from . import demo
 
         return demo.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
