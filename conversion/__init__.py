@@ -1,4 +1,11 @@
-"""Everything that turns one checkpoint into another. So far: the layouts of the gate on disk.
+"""Everything that turns one checkpoint folder into another.
+
+A conversion is a pipeline: read headers (`checkpoint.py`, `headers.py`, `pickles.py`) -> plan every output tensor
+(`plan.py`, and one module for each command: `retrofit.py`, `strip.py`) -> check the plan against the model that the
+config builds -> write into a folder beside the target (`write.py`) -> `verify.py` -> publish by rename. Nothing of the
+source is imported, run or opened for writing. The plan is pure data, made from headers alone.
+
+The layouts of the gate on disk (`layouts.py`):
 
     native      q_proj [H*D, hidden], g_proj [H or H*D, hidden]
     released    q_proj packed per key/value group: [query rows of the group's heads | their gate rows]

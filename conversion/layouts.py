@@ -8,7 +8,7 @@ import torch
 from ..configuration import GatedQwenConfig
 
 
-def _group_rows(config: GatedQwenConfig) -> tuple[int, int]:
+def group_rows(config: GatedQwenConfig) -> tuple[int, int]:
     """How many query rows and how many gate rows one key/value group has in a packed q_proj."""
     groups = config.num_attention_heads // config.num_key_value_heads
     return groups * config.head_dim, groups * {"headwise": 1, "elementwise": config.head_dim}[config.attn_gate]
@@ -29,7 +29,7 @@ def unpack_released(
     Raises:
         ValueError: `packed` has another number of rows.
     """
-    query_rows, gate_rows = _group_rows(config)
+    query_rows, gate_rows = group_rows(config)
     expected, rest = divmod(config.num_key_value_heads * (query_rows + gate_rows), shards)
     if packed.shape[0] != expected or rest or config.num_key_value_heads % shards:
         raise ValueError(f"a packed {config.attn_gate} q_proj has {expected} rows here, got {packed.shape[0]}")
@@ -40,7 +40,7 @@ def unpack_released(
 
 def pack_released(query: torch.Tensor, gate: torch.Tensor, config: GatedQwenConfig) -> torch.Tensor:
     """The inverse of [`unpack_released`]: q_proj [H*D, ...] and g_proj [H*w, ...] to [H*D + H*w, ...]."""
-    query_rows, gate_rows = _group_rows(config)
+    query_rows, gate_rows = group_rows(config)
     by_group = [query.view(-1, query_rows, *query.shape[1:]), gate.view(-1, gate_rows, *gate.shape[1:])]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 

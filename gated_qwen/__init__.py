@@ -5,7 +5,7 @@ the `AutoModel...` classes load native checkpoints and the authors' released one
 
 - `gated_qwen.configuration`: `GatedQwenConfig`, and how a released checkpoint is recognised
 - `gated_qwen.modeling`: the models, and what is checked when one is loaded
-- `gated_qwen.conversion`: the layouts of the gate on disk
+- `gated_qwen.conversion`: what turns one checkpoint into another: gates onto it, and off again
 - `gated_qwen.demo`: `gated-qwen demo` and the small model it shows
 """
 
@@ -28,7 +28,13 @@ from .modeling import (
 
 __version__ = "0.1.0"
 
+from .conversion.errors import CheckpointError
+from .conversion.in_memory import retrofit
+from .conversion.retrofit import plan_retrofit, retrofit_checkpoint
+from .conversion.strip import plan_strip, strip_checkpoint
+
 __all__ = [
+    "CheckpointError",
     "GatedQwenConfig",
     "GatedQwenForCausalLM",
     "GatedQwenForQuestionAnswering",
@@ -36,6 +42,11 @@ __all__ = [
     "GatedQwenForTokenClassification",
     "GatedQwenModel",
     "GatedQwenPreTrainedModel",
+    "plan_retrofit",
+    "plan_strip",
+    "retrofit",
+    "retrofit_checkpoint",
+    "strip_checkpoint",
 ]
 
 register()

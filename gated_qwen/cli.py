@@ -1,21 +1,115 @@
 """The command line: `gated-qwen COMMAND`."""
 
 import argparse
+import re
+import sys
+
+RETROFIT_EXAMPLES = """\
+examples:
+  gated-qwen retrofit HuggingFaceTB/SmolLM2-135M-Instruct smollm2-gated
+  gated-qwen retrofit ./Qwen3-8B ./Qwen3-8B-gated --gate elementwise --link
+  gated-qwen retrofit ./Llama-70B ./gated --dry-run
+  gated-qwen retrofit ./Qwen3-8B ./gated --layers 0-11,35 --start fold
+
+exit status: 0 done, 1 refused or failed (one line says why), 2 wrong usage, 130 interrupted; the same command goes on
+from where it was interrupted.
+"""
+
+STRIP_EXAMPLES = """\
+examples:
+  gated-qwen strip ./Qwen3-8B-gated ./Qwen3-8B-again
+  gated-qwen strip ./trained ./plain --dry-run
+
+Without training, the result is the source of the retrofit, bit for bit. Gates that have moved are refused, with a
+figure of what removing them would change, unless --force is given.
+"""
 
 
-def main(argv: list[str] | None = None) -> int:
+def layers_argument(text: str) -> list[int]:
+    """`0-3,7` to [0, 1, 2, 3, 7]."""
+    layers = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise argparse.ArgumentTypeError(f"expected layers such as 0-3,7 (counted from 0), got {text!r}")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gated-qwen", description="Gated softmax attention as a transformers model family."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "demo",
-        help="load a small model in the authors' released form, check it, generate, show its gates",
+        help="load a small model in the authors' released form, check it, generate, show its gates, retrofit it",
         description="Loads a small model that comes with the package, in the authors' released form; checks it "
-        "against recorded logits, generates, and shows its gate scores and first-token attention. Needs no network.",
+        "against recorded logits, generates, shows its gate scores and first-token attention, and retrofits it. Needs "
+        "no network.",
     )
-    args = parser.parse_args(argv)
+
+    retrofit = commands.add_parser(
+        "retrofit",
+        help="put gates onto a Llama, Mistral or Qwen checkpoint without changing what it computes",
+        description="Puts output gates onto a Llama, Mistral, Qwen2, Qwen3 or gated_qwen checkpoint, and saves it as "
+        "a gated_qwen one. The source is only read.",
+        epilog=RETROFIT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    strip = commands.add_parser(
+        "strip",
+        help="take the gates off again",
+        description="Takes the gates off a gated_qwen checkpoint, and saves it as one of the family it came from.",
+        epilog=STRIP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for command in (retrofit, strip):
+        command.add_argument("source", metavar="SOURCE", help="checkpoint folder or Hub id")
+        command.add_argument("target", metavar="TARGET", help="folder to write, which must not exist yet")
+    retrofit.add_argument(
+        "--gate", choices=("headwise", "elementwise"), default="headwise",
+        help="one gate score per token and head (the default), or per channel too",
+    )  # fmt: skip
+    retrofit.add_argument(
+        "--start", choices=("scale", "fold", "random"), default="scale",
+        help="scale (default): exact in every dtype, no tensor changes; fold: for a plain sigmoid, o_proj doubled, "
+        "exact in fp32 and bf16; random: small random gates, not exact",
+    )  # fmt: skip
+    retrofit.add_argument("--seed", type=int, default=0, help="of --start random (default 0)")
+    retrofit.add_argument(
+        "--layers", type=layers_argument, metavar="LIST", help="layers with a gate, such as 0-3,7 (default: all)"
+    )
+    strip.add_argument("--force", action="store_true", help="strip gates that have moved, which changes the function")
+    for command in (retrofit, strip):
+        command.add_argument("--revision", help="branch, tag or commit of a Hub id")
+        command.add_argument("--subfolder", help="folder of the checkpoint within SOURCE")
+        command.add_argument(
+            "--link", action="store_true",
+            help="share unchanged files with the source, by reflink or else hard link: editing such a file in place "
+            "then changes both checkpoints",
+        )  # fmt: skip
+        command.add_argument(
+            "--verify", action=argparse.BooleanOptionalAction,
+            help="load source and target, and compare their outputs (default: for models of up to 1e9 parameters)",
+        )  # fmt: skip
+        command.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
+        command.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
+        command.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     if args.command == "demo":
         from . import demo
 
         return demo.run()
+    from .conversion.command import run
+
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on from here", file=sys.stderr)
+        return 130

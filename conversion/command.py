@@ -1,0 +1,31 @@
+"""What `gated-qwen retrofit` and `gated-qwen strip` do with their arguments."""
+
+import sys
+
+from huggingface_hub.errors import HfHubHTTPError
+
+from .report import describe_plan, describe_result
+from .retrofit import plan_retrofit, retrofit_checkpoint
+from .strip import plan_strip, strip_checkpoint
+
+
+def run(args) -> int:
+    """Carry out a parsed command line. Returns the exit status."""
+    where = {"revision": args.revision, "subfolder": args.subfolder}
+    how = {"link": args.link, "verify": args.verify, "restart": args.restart, "progress": not args.quiet}
+    if args.command == "retrofit":
+        options = {"attn_gate": args.gate, "start": args.start, "seed": args.seed, "layers": args.layers}
+        plan, convert = plan_retrofit, retrofit_checkpoint
+    else:
+        options = {"force": args.force}
+        plan, convert = plan_strip, strip_checkpoint
+    try:
+        if args.dry_run:
+            print(describe_plan(plan(args.source, **options, **where), args.link))
+        else:
+            record = convert(args.source, args.target, **options, **where, **how)
+            print(describe_result(record, args.target))
+    except (ValueError, OSError, HfHubHTTPError) as error:
+        print(f"gated-qwen {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0

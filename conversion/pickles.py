@@ -1,0 +1,71 @@
+"""Weights in pickles (`.bin`), read by torch with `weights_only` and mapped from the file."""
+
+import zipfile
+from pathlib import Path
+
+import torch
+
+from ..modeling.mapped_files import let_go_of_pages
+from .errors import CheckpointError
+from .headers import DTYPES, Tensor
+
+SPELLINGS = {
+    **{getattr(torch, name): spelling for spelling, name in DTYPES.items()},
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class PickledTensors:
+    """The tensors of one `.bin` file. Opening it reads no tensor's data.
+
+    Raises:
+        CheckpointError: it is not a file of plain tensors by name.
+    """
+
+    def __init__(self, file: Path):
+        # The form of torch before 1.6 cannot be mapped: it would be held in memory whole.
+        if not zipfile.is_zipfile(file):
+            raise CheckpointError(
+                f"{file} is cut short, damaged, or in the form of torch before 1.6: get it again, or load it in "
+                "transformers and save_pretrained() it."
+            )
+        try:
+            weights = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        except Exception as error:  # torch's reader raises whatever the bytes lead to
+            raise CheckpointError(
+                f"{file} holds more than plain tensors, or is damaged ({str(error).splitlines()[0][:120]}): get it "
+                "again from a source that you trust."
+            ) from error
+        plain = isinstance(weights, dict) and all(
+            isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
+            for name, value in weights.items()
+        )
+        if not plain:
+            raise CheckpointError(f"{file} does not hold plain tensors by name: get the checkpoint's own weights.")
+        unknown = [f"{name} is {value.dtype}" for name, value in weights.items() if value.dtype not in SPELLINGS]
+        if unknown:
+            raise CheckpointError(f"{file}: {unknown[0]}, which no weights of these models are.")
+        self.weights = weights
+        self.tensors = [
+            Tensor(name, SPELLINGS[value.dtype], tuple(value.shape), file, None) for name, value in weights.items()
+        ]
+
+    def are_one(self, a: str, b: str) -> bool:
+        """Whether two names stand for the same bytes of the file."""
+        one, other = self.weights[a], self.weights[b]
+        return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+            other.data_ptr(), other.shape, other.stride(), other.dtype
+        )  # fmt: skip
+
+    def read_into(self, buffer: memoryview, name: str, start: int) -> None:
+        """Fill `buffer` with the tensor's bytes (row by row, as safetensors has them) from byte `start`."""
+        weight = self.weights[name]
+        if not weight.is_contiguous():
+            rows = weight.shape[0] if weight.dim() else 1
+            row = weight.nbytes // rows
+            first, last = start // row, -(-(start + len(buffer)) // row)
+            weight, start = weight[first:last].contiguous(), start - first * row
+        flat = weight.reshape(-1).view(torch.uint8)[start : start + len(buffer)]
+        buffer[:] = flat.numpy().data
+        let_go_of_pages(flat)

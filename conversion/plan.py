@@ -1,0 +1,329 @@
+"""What a conversion will write, as pure data: every tensor's name, shape, dtype, and where its bytes come from.
+
+A plan is made from headers alone. It is checked against the model that the target's config builds, printed by
+`--dry-run`, and carried out by `write.py`.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from .checkpoint import Checkpoint, why_left_out
+from .errors import CheckpointError
+from .headers import BITS, DTYPES, Tensor, build_header
+
+# As the Hub recommends; only new gates are split, shards of the source stay as they are.
+MAX_SHARD = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Given:
+    """These bytes."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A whole file of the source."""
+
+    file: Path
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes `start` to `end` of a tensor of the source, `repeat` times, their values times `factor`."""
+
+    tensor: Tensor
+    start: int
+    end: int
+    repeat: int = 1
+    factor: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.repeat
+
+
+@dataclass(frozen=True)
+class Zeros:
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normally distributed values: a function of `seed` alone."""
+
+    nbytes: int
+    dtype: str
+    std: float
+    seed: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to be written, made of `parts` one after the other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+    @property
+    def is_new(self) -> bool:
+        return not any(isinstance(part, Part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of weights to be written; `source` where it is that file of the source, byte for byte."""
+
+    name: str
+    tensors: tuple[Output, ...]
+    source: Path | None = None
+    size: int | None = None
+
+    @cached_property
+    def pieces(self) -> tuple:
+        """All bytes of the file, in order."""
+        if self.source is not None:
+            return (FileRange(self.source, self.size),)
+        return (Given(build_header(self.tensors)), *(part for tensor in self.tensors for part in tensor.parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion.
+
+    Args:
+        command: "retrofit" or "strip"
+        options: what was chosen, by name
+        config: of the target
+        files: of the source to be copied, by their names in the target
+        left_out: files that do not come through, and why
+        dropped: tensors that do not come through, and why
+        deviation: the largest change that it can make to a number of the model's function; None where there is no
+            such bound
+        deviation_note: what that number is about
+        rounding_only: where there is no bound, whether the change is that of rounding
+        scaled: factors by tensor
+        config_text: what config.json is to hold, where it is known to the byte
+    """
+
+    command: str
+    options: dict
+    source: Checkpoint
+    source_config: PreTrainedConfig
+    config: PreTrainedConfig
+    shards: tuple[Shard, ...]
+    files: dict[str, str]
+    left_out: dict[str, str]
+    dropped: dict[str, str]
+    deviation: float | None
+    deviation_note: str
+    rounding_only: bool = False
+    notes: tuple[str, ...] = ()
+    scaled: dict[str, float] = field(default_factory=dict)
+    config_text: str | None = None
+
+    @property
+    def tensors(self) -> list[Output]:
+        return [tensor for shard in self.shards for tensor in shard.tensors]
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def new_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.is_new)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def copy_of(tensor: Tensor, factor: float = 1.0) -> Output:
+    return Output(tensor.name, tensor.dtype, tensor.shape, (Part(tensor, 0, tensor.nbytes, factor=factor),))
+
+
+def rows_of(tensor: Tensor, name: str, ranges: Iterable[tuple[int, int]], repeat: int = 1) -> Output:
+    """Some rows of a tensor as a tensor of its own, each range `repeat` times."""
+    row = tensor.nbytes // tensor.shape[0]
+    parts = tuple(Part(tensor, first * row, last * row, repeat) for first, last in ranges)
+    rows = sum(part.nbytes for part in parts) // row
+    return Output(name, tensor.dtype, (rows, *tensor.shape[1:]), parts)
+
+
+def new_tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int | None = None, std: float = 0.0) -> Output:
+    """Zeros, or with a `seed` normally distributed values that depend on it and on the tensor's name only."""
+    nbytes = math.prod(shape) * BITS[dtype] // 8
+    part = Zeros(nbytes) if seed is None else Normal(nbytes, dtype, std, f"{seed}/{name}")
+    return Output(name, dtype, shape, (part,))
+
+
+def shards_of(checkpoint: Checkpoint, outputs: list[list[Output]], new: list[Output]) -> tuple[Shard, ...]:
+    """The files to write: one for each file of the source, given the tensors that come of it, and some for new ones.
+
+    A file whose tensors all come through as they are is taken over byte for byte, and can be linked.
+    """
+    by_file = {}
+    for tensor in checkpoint.tensors.values():
+        by_file.setdefault(tensor.file, []).append(tensor)
+    shards = []
+    for (file, tensors), out in zip(by_file.items(), outputs, strict=True):
+        whole = out == [copy_of(tensor) for tensor in tensors] and file.suffix == ".safetensors"
+        if whole and checkpoint.metadata[file.name].get("format") == "pt":
+            size = tensors[-1].start + tensors[-1].nbytes
+            shards.append((tuple(out), file, size))
+        elif out:
+            shards.append((tuple(out), None, None))
+    group, size = [], 0
+    for tensor in new:
+        if group and size + tensor.nbytes > MAX_SHARD:
+            shards.append((tuple(group), None, None))
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.nbytes
+    if group:
+        shards.append((tuple(group), None, None))
+    if len(shards) == 1:
+        return (Shard("model.safetensors", *shards[0]),)
+    return tuple(
+        Shard(f"model-{i:05}-of-{len(shards):05}.safetensors", *shard) for i, shard in enumerate(shards, start=1)
+    )
+
+
+# Tensors that say nothing of the function: transformers computes them, and ignores them in files.
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
+
+# What tensors that have no place in these models give away: pattern, what it is, what to do.
+UNQUANTISED = "start from the unquantised weights"
+FOREIGN = (
+    (re.compile(r"\.(qweight|qzeros|scales|g_idx)$"), "of GPTQ or AWQ weights", UNQUANTISED),
+    (re.compile(r"(weight|input|activation|k|v)_scale(_inv)?$|\.scale$"), "a scale of fp8 weights", UNQUANTISED),
+    (re.compile(r"absmax|quant_map|quant_state|\.SCB$|weight_format"), "of bitsandbytes weights", UNQUANTISED),
+    (
+        re.compile(r"lora_|modules_to_save|\.base_layer\."),
+        "of a PEFT adapter",
+        "merge it (merge_and_unload), save that, and convert it",
+    ),
+    (re.compile(r"self_attn\.sinks?$|\.sinks?$"), "a learned attention sink", "these models have none"),
+    (
+        re.compile(r"self_attn\.(gate_proj|g_proj|gate)\."),
+        "the gate of another family",
+        "its layout is not known here, and guessing it would scramble the heads",
+    ),
+    (re.compile(r"(kv_a|kv_b|q_a|q_b)_proj"), "of latent attention (MLA)", "these models have none"),
+    (re.compile(r"qkv_proj|W_pack|c_attn|gate_up_proj"), "a packed projection", "save the model with separate ones"),
+    (re.compile(r"experts\.|block_sparse_moe"), "of a mixture of experts", "these models have none"),
+)
+
+
+def check_tensors(checkpoint: Checkpoint, known: set[str]) -> dict[str, str]:
+    """Refuse tensors that have no place in the model; returns those to be dropped, and why.
+
+    Raises:
+        CheckpointError: naming the first of them, its file, and the way out.
+    """
+    dropped = {name: "computed, not loaded" for name in checkpoint.tensors if COMPUTED.search(name)}
+    extra = [tensor for name, tensor in checkpoint.tensors.items() if name not in known and name not in dropped]
+    for pattern, what, remedy in FOREIGN:
+        for tensor in extra:
+            if pattern.search(tensor.name):
+                raise CheckpointError(f"{tensor.file}: {tensor.name} is {what}: {remedy}.")
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype not in DTYPES and tensor.name not in dropped:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} is {tensor.dtype}, so the weights are quantised: {UNQUANTISED}."
+            )
+    if extra:
+        raise CheckpointError(
+            f"{extra[0].file}: {extra[0].name} has no place in a {checkpoint.fields.get('model_type')} model"
+            + (f" (nor have {len(extra) - 1} more tensors)" if len(extra) > 1 else "")
+            + f": {checkpoint.where()} belongs to other weights, or the model is not a stock one."
+        )
+    return dropped
+
+
+def check_plan(plan: Plan) -> None:
+    """Compare the plan, tensor by tensor, with the model that its config builds.
+
+    Raises:
+        CheckpointError: a tensor is missing, too much, or of another shape.
+    """
+    expected = expected_shapes(plan.config)
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    missing = [name for name in expected if name not in planned]
+    if missing:
+        raise CheckpointError(
+            f"{plan.source.where('')}: {missing[0]} is missing"
+            + (f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else "")
+            + ": get the whole checkpoint."
+        )
+    for name, tensor in planned.items():
+        if name not in expected:
+            raise CheckpointError(f"{plan.source.where('')}: {name} has no place in a {plan.config.model_type} model.")
+        if tensor.shape != expected[name]:
+            source = next((part.tensor for part in tensor.parts if isinstance(part, Part)), tensor)
+            raise CheckpointError(
+                f"{getattr(source, 'file', plan.source.where(''))}: {source.name} is {list(source.shape)}, which by "
+                f"{plan.source.where()} does not give {name} {list(expected[name])}: the config belongs to other "
+                "weights. Get both from one place, or correct the sizes in it."
+            )
+
+
+def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint of this config holds. Builds the model without memory for weights."""
+    from .. import modeling
+
+    name = config.architectures[0]
+    model_class = getattr(modeling, name, None) or getattr(transformers, name)
+    with torch.device("meta"):
+        model = model_class(config)
+    tied = model.all_tied_weights_keys
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if name not in tied}
+
+
+def other_files(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
+    """The source's other files that come through, by their names in the target, and those that do not, and why."""
+    files, left_out = {}, {}
+    for file in checkpoint.files:
+        if (reason := why_left_out(file)) is not None:
+            left_out[file] = reason
+        else:
+            files[file] = file
+    return files, left_out
+
+
+def digest(plan: Plan) -> str:
+    """A fingerprint of what the plan writes and from which files, to recognise an interrupted conversion by."""
+    stats = sorted(
+        (str(file), status.st_size, status.st_mtime_ns)
+        for file in {tensor.file for tensor in plan.source.tensors.values()}
+        for status in [file.stat()]
+    )
+    return sha256(
+        repr((plan.command, plan.options, plan.config.to_json_string(), plan.shards, stats)).encode()
+    ).hexdigest()
