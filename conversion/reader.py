@@ -5,11 +5,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .headers import DTYPES, Tensor
+from .headers import BITS, DTYPES, Tensor
 
 # Blocks stay in a core's cache between reading, summing and writing, which makes a copy as fast as cp's.
 BLOCK = 1 << 18
@@ -64,9 +64,24 @@ class Reader:
             yield block
 
 
-def values(block: memoryview, dtype: str) -> torch.Tensor:
-    """The numbers in a block, sharing its memory."""
-    return torch.frombuffer(block, dtype=getattr(torch, DTYPES[dtype]))
+# numpy rather than torch, whose own threads get in the way of several that copy. It has no bfloat16, which is the
+# upper half of a float32.
+NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+def values(block: memoryview, dtype: str) -> np.ndarray:
+    """The numbers in a block."""
+    if dtype == "BF16":
+        return (np.frombuffer(block, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(block, NUMPY[dtype])
+
+
+def scale(block: memoryview, dtype: str, factor: float) -> None:
+    """Multiply the numbers in a block, in place, by a power of two that `check_factor` has passed."""
+    scaled = values(block, dtype) * NUMPY.get(dtype, np.float32)(factor)
+    if dtype == "BF16":
+        scaled = (scaled.view(np.uint32) >> 16).astype(np.uint16)
+    block[:] = memoryview(scaled).cast("B")
 
 
 def same_values(reader: Reader, a: Tensor, b: Tensor) -> bool:
@@ -86,13 +101,18 @@ def check_factor(reader: Reader, tensor: Tensor, factor: float) -> float:
     row = max(tensor.nbytes // tensor.shape[0], 1)
     largest = 0.0
     for block in reader.blocks(tensor, multiple=row):
-        weights = values(block, tensor.dtype).view(-1, *tensor.shape[1:])
-        scaled = weights * factor
-        exact = (scaled / factor == weights) & scaled.isfinite() | ~weights.isfinite()
-        if not exact.all():
+        original = bytes(block)
+        weights = values(memoryview(original), tensor.dtype)
+        with np.errstate(all="ignore"):
+            scale(block, tensor.dtype, factor)
+            scaled = values(block, tensor.dtype)
+            finite = np.isfinite(weights)
+            exact = (scaled * NUMPY.get(tensor.dtype, np.float32)(1 / factor) == weights) & np.isfinite(scaled)
+        if not (exact | ~finite).all():
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} has values that times {factor:g} do not fit {DTYPES[tensor.dtype]}: "
                 "use the start that leaves it as it is (scale), or convert the checkpoint to another dtype first."
             )
-        largest = max(largest, weights.float().abs().sum(-1).max().item())
+        rows = np.abs(weights, dtype=np.float64).reshape(-1, row // (BITS[tensor.dtype] // 8))
+        largest = max(largest, float(rows.sum(-1).max()))
     return largest

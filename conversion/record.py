@@ -67,7 +67,9 @@ def command_line(plan: Plan) -> str:
     if source.subfolder:
         words += ["--subfolder", source.subfolder]
     if plan.command == "retrofit":
-        words += ["--gate", plan.options["attn_gate"], "--start", plan.options["start"]]
+        words += ["--gate", plan.options["attn_gate"]]
+        if plan.options["start"] is not None:
+            words += ["--start", plan.options["start"]]
         if plan.options["layers"] is not None:
             words += ["--layers", ",".join(map(str, plan.options["layers"]))]
         if "seed" in plan.options:
@@ -106,7 +108,8 @@ def write_card(plan: Plan, record: dict, folder: Path) -> None:
         "source": base + (f", commit `{source.commit}`" if source.commit else ""),
         "source model type": f"`{plan.source_config.model_type}`",
         "gates": f"{config.attn_gate}, in {layers}",
-        "start": f"`{plan.options['start']}`, `attn_gate_scale` {config.attn_gate_scale:g}",
+        "start": f"`{plan.options['start']}`" if plan.options["start"] else "none: the gates are those of the source",
+        "`attn_gate_scale`": f"{config.attn_gate_scale:g}",
         "largest deviation from the source": f"{bound} ({deviation['meaning']})",
         "verification": verification_in_words(record["verification"]),
         "parameters": f"{plan.total_parameters:,}, of them {plan.new_parameters:,} new",

@@ -18,10 +18,11 @@ def describe_plan(plan: Plan, link: bool) -> str:
     commit = f", commit {source.commit}" if source.commit else ""
     lines = [f"source      {source.name}{commit}: {plan.source_config.model_type}, {len(source.tensors)} tensors"]
     if plan.command == "retrofit":
+        start = plan.options["start"] or "none (no new gates)"
         layers = "all" if config.attn_gate_layers is None else ", ".join(map(str, config.attn_gate_layers))
         lines += [
             f"gates       {config.attn_gate}, layers: {layers} (of {config.num_hidden_layers})",
-            f"start       {plan.options['start']}, attn_gate_scale {config.attn_gate_scale:g}",
+            f"start       {start}, attn_gate_scale {config.attn_gate_scale:g}",
         ]
     else:
         lines.append(f"target      {config.model_type}")

@@ -8,8 +8,8 @@ A zero gate alone halves the attention output, since sigmoid(0) = 1/2. Two start
             that can reach is computed and recorded
 
 Both rest on powers of two only moving a number's exponent. `random` starts with small random gates, whose factors are
-near 1, and changes the function. Gates that the source already has keep their values; a headwise one becomes elementwise by
-repeating its rows head_dim times.
+near 1, and changes the function. Gates that the source already has keep their values; a headwise one becomes
+elementwise by repeating its rows head_dim times.
 """
 
 import math
@@ -163,8 +163,9 @@ def plan_retrofit(
     if "README.md" in files:
         files[SOURCE_CARD] = files.pop("README.md")
     repeated = isinstance(source_config, GatedQwenConfig) and source_config.attn_gate == "headwise" != attn_gate
-    options = {"attn_gate": attn_gate, "start": start, "layers": config.attn_gate_layers}
-    if random:
+    # Where all layers have their gates already, nothing starts.
+    options = {"attn_gate": attn_gate, "start": start if new else None, "layers": config.attn_gate_layers}
+    if random and new:
         options["seed"] = seed
     deviation, note = start_deviation(start if new else "scale", repeated)
     plan = Plan(
@@ -179,7 +180,7 @@ def plan_retrofit(
         dropped=dropped,
         deviation=deviation,
         deviation_note=note,
-        rounding_only=repeated and start != "random",
+        rounding_only=repeated and not (new and random),
         notes=tuple(notes),
         scaled=scaled,
     )

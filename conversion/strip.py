@@ -221,14 +221,16 @@ def settle_gates(plan: Plan, prefix, gated, packed, started_random, record, forc
         note = "the gates are at their random start: the source comes back, whose function was another"
         return replace(plan, deviation=None, deviation_note=note)
     what = (
-        f"the gates have moved: without them, attention outputs would change by factors between "
-        f"{1 / widest.high:.3g} and {1 / widest.low:.3g} at most (layer {widest.layer})"
+        f"the gates have moved: their factors may lie anywhere between {widest.low:.3g} and {widest.high:.3g} of "
+        f"those at the start (layer {widest.layer})"
     )
     if not force:
         measured = ""
         if plan.total_parameters <= SMALL:
             change, largest = measure_without_gates(checkpoint.folder, config)
-            measured = f", and on a sample the outputs by up to {change:.3g} (the largest is {largest:.3g})"
+            measured = (
+                f", and without them outputs on a sample change by up to {change:.3g} (the largest is {largest:.3g})"
+            )
         raise CheckpointError(
             f"{checkpoint.where('')}: {what}{measured}. Pass force (--force) to strip them all the same."
         )
@@ -283,7 +285,7 @@ def _gate_rows(checkpoint, config: GatedQwenConfig, module: str, kind: str, pack
 def _numbers(reader: Reader, tensor: Tensor, start: int = 0, end: int | None = None) -> torch.Tensor:
     buffer = memoryview(bytearray((tensor.nbytes if end is None else end) - start))
     reader.read(buffer, tensor, start)
-    return values(buffer, tensor.dtype).double()
+    return torch.from_numpy(values(buffer, tensor.dtype).astype("float64"))
 
 
 def measure_without_gates(folder: Path, config: GatedQwenConfig) -> tuple[float, float]:

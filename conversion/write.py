@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from .errors import CheckpointError
 from .headers import DTYPES, build_index
 from .plan import FileRange, Given, Normal, Part, Plan, Shard, Zeros, digest
-from .reader import BLOCK, Reader, values
+from .reader import BLOCK, Reader, scale
 
 # What one thread writes at a time, what is summed, and what is not written again after an interruption.
 CHUNK = 1 << 28
@@ -88,7 +88,7 @@ def blocks(reader: Reader, piece, first: int, last: int, buffer: memoryview) -> 
             elif isinstance(piece, Part):
                 reader.read(block, piece.tensor, piece.start + start)
                 if piece.factor != 1:
-                    values(block, piece.tensor.dtype).mul_(piece.factor)
+                    scale(block, piece.tensor.dtype, piece.factor)
             else:
                 block[:] = bytes(len(block))
             yield block

