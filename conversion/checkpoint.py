@@ -202,8 +202,7 @@ def _check_index(checkpoint: Checkpoint, weight_map: dict | None, index: str | N
 def _from_hub(repo: str, revision: str | None, subfolder: str | None, token) -> Checkpoint:
     info = HfApi(token=token).model_info(repo, revision=revision)
     prefix = f"{subfolder}/" if subfolder else ""
-    names = [sibling.rfilename for sibling in info.siblings]
-    here = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    here = _names_below(info, prefix)
     weights, index = find_weights(here, f"{repo}/{subfolder or ''}".rstrip("/"))
     suffix = PurePosixPath(weights).suffix
     shards = [name for name in here if "/" not in name and name.endswith(suffix)] if index else [weights]
@@ -214,6 +213,13 @@ def _from_hub(repo: str, revision: str | None, subfolder: str | None, token) -> 
     return _from_folder(Path(snapshot, subfolder or ""), name=repo, subfolder=subfolder, commit=info.sha)
 
 
+def _names_below(info, prefix: str) -> list[str]:
+    names = [file.rfilename.removeprefix(prefix) for file in info.siblings if file.rfilename.startswith(prefix)]
+    if prefix and not names:
+        raise CheckpointError(f"{info.id} has no folder {prefix.rstrip('/')!r}.")
+    return names
+
+
 def _literal(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
@@ -221,7 +227,7 @@ def _literal(name: str) -> str:
 def _from_hub_headers(repo: str, revision: str | None, subfolder: str | None, token) -> Checkpoint:
     info = HfApi(token=token).model_info(repo, revision=revision)
     prefix = f"{subfolder}/" if subfolder else ""
-    here = [s.rfilename.removeprefix(prefix) for s in info.siblings if s.rfilename.startswith(prefix)]
+    here = _names_below(info, prefix)
 
     def fetch(name: str) -> Path:
         return Path(hf_hub_download(repo, prefix + name, revision=info.sha, token=token))

@@ -39,7 +39,7 @@ def carry_out(
         write_files(plan, staging)
         verification = None
         if verify_outputs:
-            verification = verify(plan, staging.checkpoint, demo.PASSAGE.read_text())
+            verification = verify(plan, staging.checkpoint, demo.PASSAGE.read_text(), progress)
         record = build_record(plan, files, verification)
         finish(plan, record, staging.checkpoint)
         staging.publish()

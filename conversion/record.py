@@ -162,7 +162,7 @@ def verification_in_words(verification: dict | None) -> str:
         return "not run"
     tokens = {True: "; same token ids", False: "; **other token ids**", None: ""}[verification["same_token_ids"]]
     return (
-        f"outputs in {verification['dtype']} differ by at most {verification['max_difference']:.3g} on "
+        f"largest difference {verification['max_difference']:.3g}, of {verification['dtype']} outputs on "
         + "; ".join(verification["inputs"])
         + tokens
     )

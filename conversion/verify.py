@@ -6,10 +6,12 @@ is a sliding window of at most 1024 tokens, a sequence longer than it.
 """
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -76,7 +78,7 @@ def inputs_for(config, tokenizer, text: str) -> dict[str, dict]:
 
 
 @torch.no_grad()
-def outputs_of(model, inputs: dict[str, dict]) -> dict[str, torch.Tensor]:
+def outputs_of(model, inputs: dict[str, dict], advance: Callable = lambda: None) -> dict[str, torch.Tensor]:
     """Logits (or what the model has in their place) for each input, without padding."""
     model.eval()
     outputs = {}
@@ -84,6 +86,7 @@ def outputs_of(model, inputs: dict[str, dict]) -> dict[str, torch.Tensor]:
         if model.config.pad_token_id is None and "score.weight" in dict(model.named_parameters()):
             given = {key: value[:1] for key, value in given.items()}  # classifiers take batches only with a pad token
         outputs[name] = model(**given, use_cache=False)[0]
+        advance()
     return outputs
 
 
@@ -96,7 +99,7 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return differences.masked_fill(same, 0).max().item()
 
 
-def verify(plan: Plan, folder: Path, text: str) -> dict:
+def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
     """Compare the checkpoint in `folder` with the source of the plan that made it.
 
     Returns:
@@ -119,15 +122,17 @@ def verify(plan: Plan, folder: Path, text: str) -> dict:
 
     show_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    bar = tqdm(total=2 * len(inputs), desc="Comparing outputs", disable=not progress)
     try:
         model = load(plan.source.folder, plan.source_config if plan.source_config.architectures else gated)
-        expected, dtype = outputs_of(model, inputs), model.dtype
+        expected, dtype = outputs_of(model, inputs, bar.update), model.dtype
         del model
         gc.collect()
         model = load(folder, plan.config)
-        found = outputs_of(model, inputs)
+        found = outputs_of(model, inputs, bar.update)
         del model
     finally:
+        bar.close()
         if show_bars:
             logging.enable_progress_bar()
     difference = max(largest_difference(found[name], expected[name]) for name in inputs)

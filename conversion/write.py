@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from .reader import BLOCK, Reader, scale
 CHUNK = 1 << 28
 WORKERS = min(4, os.cpu_count() or 1)
 RECORD_NAME = "conversion.json"
+NOTHING = memoryview(bytes(BLOCK))
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ def blocks(reader: Reader, piece, first: int, last: int, buffer: memoryview) -> 
     """The bytes `first` to `last` of a piece, a block at a time."""
     if isinstance(piece, Given):
         yield memoryview(piece.data)[first:last]
+    elif isinstance(piece, Zeros):
+        for start in range(first, last, BLOCK):
+            yield NOTHING[: min(BLOCK, last - start)]
     elif isinstance(piece, Normal):
         yield from _normal(piece, buffer)
     elif isinstance(piece, Part) and piece.repeat > 1:
@@ -85,12 +90,10 @@ def blocks(reader: Reader, piece, first: int, last: int, buffer: memoryview) -> 
             block = buffer[: min(len(buffer), last - start)]
             if isinstance(piece, FileRange):
                 reader.read_file(block, piece.file, start)
-            elif isinstance(piece, Part):
+            else:
                 reader.read(block, piece.tensor, piece.start + start)
                 if piece.factor != 1:
                     scale(block, piece.tensor.dtype, piece.factor)
-            else:
-                block[:] = bytes(len(block))
             yield block
 
 
@@ -112,6 +115,9 @@ class Interrupted(BaseException):
 
 def write_chunk(reader: Reader, chunk: Chunk, descriptor: int, advance: Callable, stop: threading.Event) -> int:
     """Write a chunk at its place, and return the CRC-32 of what was written."""
+    if all(isinstance(piece, Zeros) for piece, _, _ in chunk.pieces):
+        advance(chunk.nbytes)
+        return crc_of_zeros(chunk.nbytes)
     crc, offset = 0, chunk.start
     buffer = memoryview(bytearray(BLOCK))
     for piece, first, last in chunk.pieces:
@@ -124,6 +130,14 @@ def write_chunk(reader: Reader, chunk: Chunk, descriptor: int, advance: Callable
                 _write(descriptor, block, offset)
             offset += len(block)
             advance(len(block))
+    return crc
+
+
+@lru_cache
+def crc_of_zeros(nbytes: int) -> int:
+    crc = 0
+    for start in range(0, nbytes, BLOCK):
+        crc = zlib.crc32(NOTHING[: min(BLOCK, nbytes - start)], crc)
     return crc
 
 
