@@ -20,7 +20,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .headers import BITS, Tensor, read_header, read_index, strict_json
 from .pickles import PickledTensors
 
@@ -34,6 +34,11 @@ LEFT_OUT = {
     "code, which is never run or passed on": ("*.py", "*.pyc", "*.so"),
     "not part of the checkpoint": (".gitattributes", "*.incomplete", "*.lock"),
 }  # fmt: skip
+
+
+def size_and_time(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def why_left_out(name: str) -> str | None:
@@ -56,6 +61,8 @@ class Checkpoint:
         metadata: of each file of weights
         files: all other files, relative to the folder
         commit: of the Hub
+        stats: size and time of change of the files of weights
+        index_text: of shards
     """
 
     name: str
@@ -67,6 +74,14 @@ class Checkpoint:
     commit: str | None = None
     subfolder: str | None = None
     pickles: dict[Path, PickledTensors] = field(default_factory=dict)
+    stats: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    index_text: str | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise a CheckpointError where a file of weights is not what it was when its header was read."""
+        for file, found in self.stats.items():
+            if not file.is_file() or size_and_time(file) != found:
+                raise CheckpointError(f"{file} changed while it was converted: run it again when it is finished.")
 
     def where(self, file: str = CONFIG_NAME) -> str:
         return str(self.folder / file) if self.folder else f"{self.name}/{file}"
@@ -90,8 +105,9 @@ def open_checkpoint(
         if not folder.is_dir():
             raise CheckpointError(f"{path} has no folder {subfolder!r}.")
         return _from_folder(folder, name=path.resolve().name, subfolder=subfolder, commit=_commit_of(path))
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file: name the checkpoint's folder.")
+    if path.exists():
+        what = "a file" if path.is_file() else "not a folder"
+        raise CheckpointError(f"{path} is {what}: name the checkpoint's folder.")
     try:
         validate_repo_id(str(source))
     except HFValidationError:
@@ -114,6 +130,11 @@ def _commit_of(path: Path) -> str | None:
 
 def _from_folder(folder: Path, name: str, subfolder: str | None, commit: str | None) -> Checkpoint:
     files = sorted(_relative_files(folder))
+    for file in files:
+        if not (folder / file).is_file() and not (folder / file).is_dir():
+            raise CheckpointError(
+                f"{folder / file} is not a file, or a link to nothing: remove it, or get the whole checkpoint."
+            )
     fields = _read_fields(folder, folder / CONFIG_NAME, files)
     checkpoint = Checkpoint(name, folder, fields, {}, {}, [], commit, subfolder)
     weights, index = find_weights(files, str(folder))
@@ -122,6 +143,7 @@ def _from_folder(folder: Path, name: str, subfolder: str | None, commit: str | N
         if file not in files:
             raise CheckpointError(f"{folder / index} names {file}, which is missing: get the whole checkpoint.")
         path = folder / file
+        checkpoint.stats[path] = size_and_time(path)
         if path.suffix == ".bin":
             checkpoint.pickles[path] = PickledTensors(path)
             tensors, metadata = checkpoint.pickles[path].tensors, {}
@@ -129,6 +151,7 @@ def _from_folder(folder: Path, name: str, subfolder: str | None, commit: str | N
             tensors, metadata = read_header(path)
         _add(checkpoint, tensors, metadata, path, weight_map)
     _check_index(checkpoint, weight_map, index)
+    checkpoint.index_text = (folder / index).read_bytes().decode() if index else None
     used = {file.name for file in {tensor.file for tensor in checkpoint.tensors.values()}}
     checkpoint.files = [file for file in files if file not in {CONFIG_NAME, index, *used}]
     return checkpoint
@@ -137,7 +160,8 @@ def _from_folder(folder: Path, name: str, subfolder: str | None, commit: str | N
 def _relative_files(folder: Path) -> Iterator[str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in (".git", ".cache", "__pycache__")]
-        for name in names:
+        linked = [name for name in folders if (Path(parent) / name).is_symlink()]  # os.walk stays out of these
+        for name in names + linked:
             yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
@@ -149,6 +173,11 @@ def _read_fields(folder, config_file: Path, files: list[str]) -> dict:
                 "convert it."
             )
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}: name the folder of a whole checkpoint.")
+    if "adapter_config.json" in files:
+        raise CheckpointError(
+            f"{folder} has an adapter (adapter_config.json) beside the model, which transformers would load with it: "
+            "merge it (merge_and_unload) and save that, or move it away."
+        )
     fields = strict_json(config_file.read_bytes(), str(config_file))
     if not isinstance(fields, dict):
         raise CheckpointError(f"{config_file} is not a JSON object: get the file again.")
@@ -180,11 +209,12 @@ def _add(checkpoint: Checkpoint, tensors: list[Tensor], metadata: dict, path, we
     for tensor in tensors:
         if tensor.name in checkpoint.tensors:
             other = checkpoint.tensors[tensor.name].file.name
-            raise CheckpointError(f"{path} holds {tensor.name}, and so does {other}: get the whole checkpoint again.")
+            name = shown(tensor.name)
+            raise CheckpointError(f"{path} holds {name}, and so does {other}: get the whole checkpoint again.")
         if weight_map is not None and weight_map.get(tensor.name) != path.name:
             raise CheckpointError(
-                f"{path} holds {tensor.name}, which the index does not put there: the index belongs to other files. "
-                "Get the whole checkpoint again."
+                f"{path} holds {shown(tensor.name)}, which the index does not put there: the index belongs to other "
+                "files. Get the whole checkpoint again."
             )
         checkpoint.tensors[tensor.name] = tensor
 
@@ -193,7 +223,7 @@ def _check_index(checkpoint: Checkpoint, weight_map: dict | None, index: str | N
     absent = sorted(set(weight_map or ()) - set(checkpoint.tensors))
     if absent:
         raise CheckpointError(
-            f"{checkpoint.where(index)} puts {absent[0]} into {weight_map[absent[0]]}, which does not hold it"
+            f"{checkpoint.where(index)} puts {shown(absent[0])} into {weight_map[absent[0]]}, which does not hold it"
             + (f" (nor {len(absent) - 1} more)" if len(absent) > 1 else "")
             + ": get the whole checkpoint again."
         )

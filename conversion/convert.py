@@ -1,13 +1,23 @@
 """Carrying out any plan: check, write, verify, publish."""
 
+import errno
+import os
 from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from .. import demo
 from .plan import Plan
 from .record import build_record, write_card, write_record
-from .verify import SMALL, verify
-from .write import Staging, check_target, write_files, write_weights
+from .verify import SMALL, same_token_ids, verify
+from .write import Staging, check_target, partial_folder, write_files, write_weights
+
+OTHER_TOKEN_IDS = (
+    "AutoTokenizer gives other token ids for the result than for the source, though the files are the same: "
+    "transformers overrules the `tokenizer_class` in tokenizer_config.json for the source's model_type. Name the "
+    "class there that it takes for the source."
+)
 
 
 def carry_out(
@@ -30,20 +40,36 @@ def carry_out(
         CheckpointError: nothing was written, or (a failed verification) nothing was published.
         OSError: reading or writing failed; another run with the same arguments goes on from there.
     """
-    target = Path(target).expanduser()
-    check_target(plan, target, link)
+    target = check_target(plan, target, link)
     if verify_outputs is None:
         verify_outputs = plan.total_parameters <= SMALL
-    with Staging(plan, target.absolute(), restart) as staging:
+    with says_where_space_is_short(target), Staging(plan, target, restart) as staging:
         files = write_weights(plan, staging, link, progress)
         write_files(plan, staging)
+        text = demo.PASSAGE.read_text(encoding="utf-8")
+        same_ids = same_token_ids(plan, staging.checkpoint, text)
+        if same_ids is False:
+            plan = replace(plan, notes=(*plan.notes, OTHER_TOKEN_IDS))
         verification = None
         if verify_outputs:
-            verification = verify(plan, staging.checkpoint, demo.PASSAGE.read_text(), progress)
-        record = build_record(plan, files, verification)
+            verification = verify(plan, staging.checkpoint, text, progress)
+        record = build_record(plan, files, verification, same_ids)
         finish(plan, record, staging.checkpoint)
         staging.publish()
     return record
+
+
+@contextmanager
+def says_where_space_is_short(target: Path):
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            what = (
+                f"{os.strerror(error.errno)} in {partial_folder(target)}: make room; the same call goes on from there"
+            )
+            raise OSError(error.errno, what) from error
+        raise
 
 
 def finish_retrofit(plan: Plan, record: dict, folder: Path) -> None:

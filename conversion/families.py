@@ -11,7 +11,8 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..configuration import GatedQwenConfig
 from ..configuration.released import RELEASED_MODEL_TYPES, is_released
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
+from .headers import DTYPES
 
 
 def _full(config) -> dict:
@@ -90,6 +91,8 @@ NOT_OURS = (
     "model_type",
     "architectures",
     "transformers_weights",
+    "quantization_config",
+    "compression_config",
 )
 
 GATED = "has gates of its own, in another layout"
@@ -155,11 +158,28 @@ def read_config(fields: dict, where: str) -> PreTrainedConfig:
     model_type = fields.get("model_type")
     gated = model_type == "gated_qwen" or (is_released(fields) and model_type in RELEASED_MODEL_TYPES)
     if not gated:
-        if model_type not in FAMILIES:
-            reason = OTHER_FAMILIES.get(model_type, f"is not one of {', '.join(FAMILIES)}, gated_qwen")
-            raise CheckpointError(f"{where}: model_type {model_type!r} {reason}: gates cannot be put onto it here.")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            reason = f"is not one of {', '.join(FAMILIES)}, gated_qwen"
+            reason = OTHER_FAMILIES.get(model_type, reason) if isinstance(model_type, str) else reason
+            raise CheckpointError(
+                f"{where}: model_type {shown(repr(model_type))} {reason}: gates cannot be put onto it here."
+            )
         if is_released(fields):
             raise CheckpointError(f"{where}: model_type {model_type!r} with the gates of another one: correct it.")
+    check_windows(fields, model_type, where)
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    if dtype not in (None, "auto", *DTYPES.values()):
+        raise CheckpointError(
+            f"{where}: dtype {shown(repr(dtype))} is none of {', '.join(DTYPES.values())}: start from weights in one."
+        )
+    architectures = fields.get("architectures")
+    named = isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)
+    if architectures is not None and not named:
+        raise CheckpointError(f"{where}: `architectures` must name one class in a list, got {shown(architectures)}.")
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads"):
+        value = fields.get(name)
+        if value is not None and not (isinstance(value, int) and 0 < value < 2**40):
+            raise CheckpointError(f"{where}: `{name}` must be a number above 0, got {shown(repr(value))}.")
     for name, asks, feature in FEATURES:
         value = fields.get(name)
         if value is not None and _asks(asks, value):
@@ -177,8 +197,23 @@ def read_config(fields: dict, where: str) -> PreTrainedConfig:
             return GatedQwenConfig.from_dict(own)
         return CONFIG_MAPPING[model_type].from_dict(own)
     except Exception as error:  # transformers' strict configs raise many kinds
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{where} cannot be read: {reason}") from error
+        raise CheckpointError(f"{where} cannot be read: {shown(error, 400)}") from error
+
+
+def check_windows(fields: dict, model_type: str | None, where: str) -> None:
+    """Stock Llama and Mistral heed `layer_types` and windows in the cache only, and with it compute something else."""
+    types, window = fields.get("layer_types"), fields.get("sliding_window")
+    if model_type == "llama" and window is not None:
+        raise CheckpointError(
+            f"{where}: `sliding_window` ({shown(repr(window))}) in a llama model, which has none but cuts its cache "
+            "to it: remove it, or name the model_type that is meant."
+        )
+    kind = "sliding_attention" if model_type == "mistral" and window is not None else "full_attention"
+    if model_type in ("llama", "mistral") and types is not None and set(map(str, types)) != {kind}:
+        raise CheckpointError(
+            f"{where}: `layer_types` must be {kind} for all layers of this {model_type} model, got "
+            f"{shown(types)}: remove it, or name the model_type that is meant."
+        )
 
 
 def _asks(asks: Callable, value) -> bool:
@@ -206,14 +241,15 @@ def gated_config(
     else:
         fields |= {"attn_gate_layers": None, "attn_gate_scale": source.attn_gate_scale}
     fields = {name: value for name, value in fields.items() if name not in NOT_OURS and not name.startswith("_")}
-    fields["architectures"] = [gated_class_name(name) for name in source.architectures or [default_head]]
     try:
+        fields["architectures"] = [gated_class_name(name) for name in source.architectures or [default_head]]
         return GatedQwenConfig(**{**fields, **gate})
     except Exception as error:
-        raise CheckpointError(f"{where}: {' '.join(str(error).split())}") from error
+        raise CheckpointError(f"{where}: {shown(error, 400)}") from error
 
 
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model")
+CLASS_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gated_qwen": "GatedQwen"}
 
 
 def gated_class_name(architecture: str) -> str:
@@ -221,13 +257,24 @@ def gated_class_name(architecture: str) -> str:
     for head in HEADS:
         if architecture.endswith(head):
             return f"GatedQwen{head}"
-    raise CheckpointError(f"`architectures` names {architecture}, and this family has only {', '.join(HEADS)}.")
+    raise CheckpointError(f"`architectures` names {shown(architecture)}, and this family has only {', '.join(HEADS)}.")
 
 
-def tokenizer_class(model_type: str) -> str | None:
+def check_architecture(config: PreTrainedConfig, fields: dict, where: str) -> None:
+    """Another class than transformers' own may compute anything."""
+    for name in config.architectures or ():
+        stock = [CLASS_NAMES[config.model_type] + head for head in HEADS]
+        if name.lower() not in map(str.lower, stock):  # some Llamas are spelled LLaMA
+            raise CheckpointError(
+                f"{where}: `architectures` names {shown(name)}, and a {config.model_type} model that can be converted "
+                f"is one of {', '.join(stock)}."
+            )
+
+
+def tokenizer_class(model_type: str) -> str:
     """The tokenizer that transformers takes for a source that names none, in config.json's terms."""
     name = TOKENIZER_MAPPING_NAMES.get(model_type)
-    return "TokenizersBackend" if name == "MistralCommonBackend" else name
+    return "TokenizersBackend" if name in (None, "MistralCommonBackend") else name
 
 
 __all__ = ["FAMILIES", "gated_class_name", "gated_config", "read_config"]

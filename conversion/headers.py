@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 
 # Bits of one element. Of those that are not in DTYPES, only the size is known: they mean quantised weights.
 BITS = {
@@ -41,26 +41,34 @@ class Tensor:
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
-def strict_json(text: bytes | str, where: str):
-    """JSON without duplicate names."""
+def _integer(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no integer")
+    return int(text)
+
+
+def strict_json(data: bytes, where: str):
+    """JSON in UTF-8, without duplicate names and without text that cannot be written again."""
 
     def unique(pairs):
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{where} has {twice!r} twice: get the file again.")
+            raise CheckpointError(f"{where} has {shown(repr(twice))} twice: get the file again.")
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        content = json.loads(data.decode(), object_pairs_hook=unique, parse_int=_integer)
+        json.dumps(content, ensure_ascii=False).encode()  # refuses halves of surrogate pairs
+        return content
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON ({error}): get the file again.") from error
+        raise CheckpointError(f"{where} is not JSON in UTF-8 ({shown(error)}): get the file again.") from error
 
 
 def _is_size(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
@@ -90,26 +98,29 @@ def read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
         refuse("its __metadata__ is not a map of strings")
 
     tensors = []
-    for name, entry in header.items():
+    for own_name, entry in header.items():
+        name = shown(own_name)
         if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
             refuse(f"{name} has no dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not (isinstance(dtype, str) and dtype in BITS):
-            refuse(f"{name} has the unknown dtype {dtype!r}")
+            refuse(f"{name} has the unknown dtype {shown(repr(dtype))}")
         if not (isinstance(shape, list) and all(map(_is_size, shape))):
-            refuse(f"{name} has the shape {shape!r}")
+            refuse(f"{name} has the shape {shown(repr(shape))}")
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
-            refuse(f"{name} has the data_offsets {offsets!r}")
-        tensor = Tensor(name, dtype, tuple(shape), file, 8 + length + offsets[0])
+            refuse(f"{name} has the data_offsets {shown(repr(offsets))}")
+        tensor = Tensor(own_name, dtype, tuple(shape), file, 8 + length + offsets[0])
         if math.prod(shape) * BITS[dtype] % 8 or tensor.nbytes != offsets[1] - offsets[0]:
             refuse(f"{name} is {dtype} {shape}, which does not fill its {offsets[1] - offsets[0]} bytes")
+        if math.prod(size for size in shape if size) >= 2**63:
+            refuse(f"{name} has the shape {shape!r}")
         tensors.append(tensor)
 
     tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
     end = 8 + length
     for tensor in tensors:
         if tensor.start != end:
-            refuse(f"the bytes of {tensor.name} start at {tensor.start}, where {end} was expected")
+            refuse(f"the bytes of {shown(tensor.name)} start at {tensor.start}, where {end} was expected")
         end += tensor.nbytes
     if end != size:
         refuse(f"its tensors end at byte {end} of {size}")
@@ -141,8 +152,8 @@ def read_index(file: Path, suffix: str) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not is_plain_name(shard) or not shard.endswith(suffix):
             raise CheckpointError(
-                f"{file} puts {name} into {shard!r}, which is not the name of a {suffix} file beside it: "
-                "get the file again from a source that you trust."
+                f"{file} puts {shown(name)} into {shown(repr(shard))}, which is not the name of a {suffix} file "
+                "beside it: get the file again from a source that you trust."
             )
     return weight_map
 

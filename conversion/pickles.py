@@ -1,12 +1,13 @@
 """Weights in pickles (`.bin`), read by torch with `weights_only` and mapped from the file."""
 
+import re
 import zipfile
 from pathlib import Path
 
 import torch
 
 from ..modeling.mapped_files import let_go_of_pages
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .headers import DTYPES, Tensor
 
 SPELLINGS = {
@@ -14,6 +15,18 @@ SPELLINGS = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """What torch's reader found, without its advice to trust the file."""
+    if asked := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"it asks for {asked[1]}"
+    return type(error).__name__
+
+
+def _is_plain(name, value) -> bool:
+    is_tensor = isinstance(name, str) and isinstance(value, torch.Tensor)
+    return is_tensor and value.layout is torch.strided and value.device.type == "cpu"
 
 
 class PickledTensors:
@@ -34,15 +47,15 @@ class PickledTensors:
             weights = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
         except Exception as error:  # torch's reader raises whatever the bytes lead to
             raise CheckpointError(
-                f"{file} holds more than plain tensors, or is damaged ({str(error).splitlines()[0][:120]}): get it "
-                "again from a source that you trust."
+                f"{file} holds more than plain tensors, or is damaged ({_reason(error)}): get it again from a source "
+                "that you trust."
             ) from error
-        plain = isinstance(weights, dict) and all(
-            isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
-            for name, value in weights.items()
-        )
-        if not plain:
-            raise CheckpointError(f"{file} does not hold plain tensors by name: get the checkpoint's own weights.")
+        items = weights.items() if isinstance(weights, dict) else ()
+        if not isinstance(weights, dict) or not all(_is_plain(name, value) for name, value in items):
+            first = next((f" ({shown(name)})" for name, value in items if not _is_plain(name, value)), "")
+            raise CheckpointError(
+                f"{file} does not hold plain tensors by name{first}: get the checkpoint's own weights."
+            )
         unknown = [f"{name} is {value.dtype}" for name, value in weights.items() if value.dtype not in SPELLINGS]
         if unknown:
             raise CheckpointError(f"{file}: {unknown[0]}, which no weights of these models are.")

@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from .checkpoint import Checkpoint, why_left_out
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .headers import BITS, DTYPES, Tensor, build_header
 
 # As the Hub recommends; only new gates are split, shards of the source stay as they are.
@@ -93,12 +93,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of weights to be written; `source` where it is that file of the source, byte for byte."""
+    """A file of weights to be written.
+
+    Args:
+        source: the file of the source that it is, byte for byte
+        origin: the name of the file of the source that its tensors come from
+    """
 
     name: str
     tensors: tuple[Output, ...]
     source: Path | None = None
     size: int | None = None
+    origin: str | None = None
 
     @cached_property
     def pieces(self) -> tuple:
@@ -128,7 +134,8 @@ class Plan:
         deviation_note: what that number is about
         rounding_only: where there is no bound, whether the change is that of rounding
         scaled: factors by tensor
-        config_text: what config.json is to hold, where it is known to the byte
+        config_text, index_text: what config.json and the index are to hold, where it is known to the byte
+        record: of the conversion that made the source, if one did
     """
 
     command: str
@@ -146,6 +153,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     scaled: dict[str, float] = field(default_factory=dict)
     config_text: str | None = None
+    index_text: str | None = None
+    record: dict | None = None
 
     @property
     def tensors(self) -> list[Output]:
@@ -196,9 +205,9 @@ def shards_of(checkpoint: Checkpoint, outputs: list[list[Output]], new: list[Out
         whole = out == [copy_of(tensor) for tensor in tensors] and file.suffix == ".safetensors"
         if whole and checkpoint.metadata[file.name].get("format") == "pt":
             size = tensors[-1].start + tensors[-1].nbytes
-            shards.append((tuple(out), file, size))
+            shards.append((tuple(out), file, size, file.name))
         elif out:
-            shards.append((tuple(out), None, None))
+            shards.append((tuple(out), None, None, file.name))
     group, size = [], 0
     for tensor in new:
         if group and size + tensor.nbytes > MAX_SHARD:
@@ -241,29 +250,50 @@ FOREIGN = (
 )
 
 
-def check_tensors(checkpoint: Checkpoint, known: set[str]) -> dict[str, str]:
-    """Refuse tensors that have no place in the model; returns those to be dropped, and why.
+def check_tensors(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], tied: bool) -> dict[str, str]:
+    """Compare a source's tensors with those of the model that its config describes; returns those to be dropped.
+
+    Args:
+        shapes: of all the tensors that there must be, by name
+        tied: whether an lm_head may lie beside the embeddings
 
     Raises:
-        CheckpointError: naming the first of them, its file, and the way out.
+        CheckpointError: naming the first tensor that is too much, missing, quantised or of another shape.
     """
     dropped = {name: "computed, not loaded" for name in checkpoint.tensors if COMPUTED.search(name)}
-    extra = [tensor for name, tensor in checkpoint.tensors.items() if name not in known and name not in dropped]
+    shapes = dict(shapes)
+    if tied and "lm_head.weight" in checkpoint.tensors and "model.embed_tokens.weight" in shapes:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    extra = [tensor for name, tensor in checkpoint.tensors.items() if name not in shapes and name not in dropped]
     for pattern, what, remedy in FOREIGN:
         for tensor in extra:
             if pattern.search(tensor.name):
-                raise CheckpointError(f"{tensor.file}: {tensor.name} is {what}: {remedy}.")
+                raise CheckpointError(f"{tensor.file}: {shown(tensor.name)} is {what}: {remedy}.")
     for tensor in checkpoint.tensors.values():
         if tensor.dtype not in DTYPES and tensor.name not in dropped:
             raise CheckpointError(
-                f"{tensor.file}: {tensor.name} is {tensor.dtype}, so the weights are quantised: {UNQUANTISED}."
+                f"{tensor.file}: {shown(tensor.name)} is {tensor.dtype}, so the weights are quantised: {UNQUANTISED}."
             )
     if extra:
         raise CheckpointError(
-            f"{extra[0].file}: {extra[0].name} has no place in a {checkpoint.fields.get('model_type')} model"
+            f"{extra[0].file}: {shown(extra[0].name)} has no place in a {checkpoint.fields.get('model_type')} model"
             + (f" (nor have {len(extra) - 1} more tensors)" if len(extra) > 1 else "")
             + f": {checkpoint.where()} belongs to other weights, or the model is not a stock one."
         )
+    missing = [name for name in shapes if name not in checkpoint.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.where('')}: {missing[0]} is missing"
+            + (f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else "")
+            + ": get the whole checkpoint."
+        )
+    for name, shape in shapes.items():
+        tensor = checkpoint.tensors[name]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.file}: {name} is {list(tensor.shape)}, but {list(shape)} by {checkpoint.where()}: the "
+                "config belongs to other weights. Get both from one place, or correct the sizes or the gate in it."
+            )
     return dropped
 
 
@@ -271,27 +301,14 @@ def check_plan(plan: Plan) -> None:
     """Compare the plan, tensor by tensor, with the model that its config builds.
 
     Raises:
-        CheckpointError: a tensor is missing, too much, or of another shape.
+        CheckpointError: they differ, which is this program's mistake.
     """
     expected = expected_shapes(plan.config)
-    planned = {tensor.name: tensor for tensor in plan.tensors}
-    missing = [name for name in expected if name not in planned]
-    if missing:
-        raise CheckpointError(
-            f"{plan.source.where('')}: {missing[0]} is missing"
-            + (f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else "")
-            + ": get the whole checkpoint."
-        )
-    for name, tensor in planned.items():
-        if name not in expected:
-            raise CheckpointError(f"{plan.source.where('')}: {name} has no place in a {plan.config.model_type} model.")
-        if tensor.shape != expected[name]:
-            source = next((part.tensor for part in tensor.parts if isinstance(part, Part)), tensor)
-            raise CheckpointError(
-                f"{getattr(source, 'file', plan.source.where(''))}: {source.name} is {list(source.shape)}, which by "
-                f"{plan.source.where()} does not give {name} {list(expected[name])}: the config belongs to other "
-                "weights. Get both from one place, or correct the sizes in it."
-            )
+    planned = {tensor.name: tensor.shape for tensor in plan.tensors}
+    full = all(tensor.nbytes == sum(part.nbytes for part in tensor.parts) for tensor in plan.tensors)
+    if planned != expected or not full:
+        wrong = sorted(name for name in planned.keys() | expected.keys() if planned.get(name) != expected.get(name))
+        raise CheckpointError(f"{plan.source.where('')}: the plan is wrong about {wrong[:3]}: please report this.")
 
 
 def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -310,7 +327,9 @@ def other_files(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]
     """The source's other files that come through, by their names in the target, and those that do not, and why."""
     files, left_out = {}, {}
     for file in checkpoint.files:
-        if (reason := why_left_out(file)) is not None:
+        if checkpoint.folder and (checkpoint.folder / file).is_dir():
+            left_out[file] = "a link to a folder, which is not followed"
+        elif (reason := why_left_out(file)) is not None:
             left_out[file] = reason
         else:
             files[file] = file
@@ -318,12 +337,9 @@ def other_files(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]
 
 
 def digest(plan: Plan) -> str:
-    """A fingerprint of what the plan writes and from which files, to recognise an interrupted conversion by."""
-    stats = sorted(
-        (str(file), status.st_size, status.st_mtime_ns)
-        for file in {tensor.file for tensor in plan.source.tensors.values()}
-        for status in [file.stat()]
-    )
-    return sha256(
-        repr((plan.command, plan.options, plan.config.to_json_string(), plan.shards, stats)).encode()
-    ).hexdigest()
+    """A fingerprint of what the plan writes, from which files and by which version, to recognise its leavings by."""
+    from .. import __version__
+
+    stats = sorted((str(file.resolve()), *stat) for file, stat in plan.source.stats.items())
+    what = (__version__, plan.command, plan.options, plan.config.to_json_string(), plan.shards, plan.files, stats)
+    return sha256(repr(what).encode()).hexdigest()

@@ -2,18 +2,21 @@
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+from .errors import CheckpointError, shown
 from .headers import DTYPES, strict_json
 from .plan import Plan
-from .write import RECORD_NAME
+from .write import write_text
 
+RECORD_NAME = "conversion.json"
 CARRIED_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
-def build_record(plan: Plan, files: dict[str, dict], verification: dict | None) -> dict:
+def build_record(plan: Plan, files: dict[str, dict], verification: dict | None, same_token_ids: bool | None) -> dict:
     """The record of a finished conversion. The same input and options give the same record.
 
     Args:
@@ -28,6 +31,7 @@ def build_record(plan: Plan, files: dict[str, dict], verification: dict | None) 
         "options": plan.options,
         "largest_deviation": {"value": plan.deviation, "meaning": plan.deviation_note},
         "verification": verification,
+        "same_token_ids": same_token_ids,
         "parameters": {"all": plan.total_parameters, "new": plan.new_parameters},
         "files": files,
         "tensors": {
@@ -35,27 +39,54 @@ def build_record(plan: Plan, files: dict[str, dict], verification: dict | None) 
             "scaled": plan.scaled,
             "dropped": plan.dropped,
         },
-        "left_out": plan.left_out,
+        "left_out": {shown(name): reason for name, reason in plan.left_out.items()},
         "notes": list(plan.notes),
         "source": {
             "name": source.name,
             "commit": source.commit,
             "subfolder": source.subfolder,
-            "config.json": (source.folder / "config.json").read_text(),
+            "files": {shard.name: shard.origin for shard in plan.shards if shard.origin},
+            "index": source.index_text,
+            "config.json": (source.folder / "config.json").read_bytes().decode(),
         },
     }
-    if (earlier := read_record(source.folder)) is not None:
-        record["source"]["record"] = earlier
+    if plan.record is not None:
+        record["source"]["record"] = plan.record
     return record
 
 
-def read_record(folder: Path) -> dict | None:
-    """The record of the conversion that made this folder, or None where there is none."""
-    file = folder / RECORD_NAME
-    if not file.is_file():
+def read_record(folder: Path | None) -> dict | None:
+    """The record of the conversion that made this folder, or None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = folder / RECORD_NAME if folder else None
+    if file is None or not file.is_file():
         return None
     record = strict_json(file.read_bytes(), str(file))
-    return record if isinstance(record, dict) and "made_by" in record else None
+    if not (isinstance(record, dict) and str(record.get("made_by")).startswith("gated_qwen ")):
+        return None
+    for earlier in records(record):
+        source, options, tensors, files = (earlier.get(name) for name in ("source", "options", "tensors", "files"))
+        whole = all(isinstance(part, dict) for part in (source, options, tensors, files)) and (
+            isinstance(source.get("config.json"), str)
+            and isinstance(tensors.get("new"), list)
+            and (options.get("start") != "random" or isinstance(options.get("seed"), int))
+            and isinstance(source.get("files"), dict)
+            and isinstance(source.get("index"), str | None)
+        )
+        if not whole:
+            raise CheckpointError(f"{file} is damaged: move it away, then it is not used.")
+    return record
+
+
+def records(record: dict | None) -> Iterator[dict]:
+    """A record and those of the conversions before it, the latest first."""
+    while isinstance(record, dict):
+        yield record
+        source = record.get("source")
+        record = source.get("record") if isinstance(source, dict) else None
 
 
 def command_line(plan: Plan) -> str:
@@ -80,7 +111,7 @@ def command_line(plan: Plan) -> str:
 
 
 def write_record(record: dict, folder: Path) -> None:
-    (folder / RECORD_NAME).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / RECORD_NAME, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_card(plan: Plan, record: dict, folder: Path) -> None:
@@ -91,7 +122,9 @@ def write_card(plan: Plan, record: dict, folder: Path) -> None:
     if (source.folder / "README.md").is_file():
         try:
             carried = metadata_load(source.folder / "README.md") or {}
-        except ValueError:  # a card whose metadata is not YAML has none to carry
+        except OSError:
+            raise
+        except Exception:  # a card whose metadata cannot be read has none to carry
             carried = {}
     metadata = ModelCardData(
         base_model=source.name if on_the_hub else None,
@@ -111,7 +144,7 @@ def write_card(plan: Plan, record: dict, folder: Path) -> None:
         "start": f"`{plan.options['start']}`" if plan.options["start"] else "none: the gates are those of the source",
         "`attn_gate_scale`": f"{config.attn_gate_scale:g}",
         "largest deviation from the source": f"{bound} ({deviation['meaning']})",
-        "verification": verification_in_words(record["verification"]),
+        "verification": verification_in_words(record),
         "parameters": f"{plan.total_parameters:,}, of them {plan.new_parameters:,} new",
         "dtype": ", ".join(dtypes),
         "made by": f"{record['made_by']}: `{record['command']}`",
@@ -143,7 +176,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH_OR_ID")
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_ID")
 ```
 """
-    ModelCard(text).save(folder / "README.md")
+    write_text(folder / "README.md", str(ModelCard(text)))
 
 
 def describe_start(plan: Plan) -> str:
@@ -157,10 +190,11 @@ def describe_start(plan: Plan) -> str:
     )
 
 
-def verification_in_words(verification: dict | None) -> str:
+def verification_in_words(record: dict) -> str:
+    verification = record["verification"]
+    tokens = {True: "; same token ids", False: "; **other token ids**", None: ""}[record["same_token_ids"]]
     if verification is None:
-        return "not run"
-    tokens = {True: "; same token ids", False: "; **other token ids**", None: ""}[verification["same_token_ids"]]
+        return "not run" + tokens
     return (
         f"largest difference {verification['max_difference']:.3g}, of {verification['dtype']} outputs on "
         + "; ".join(verification["inputs"])

@@ -31,7 +31,7 @@ def describe_plan(plan: Plan, link: bool) -> str:
     new = f", of them {plan.new_parameters:,} new" if plan.new_parameters else ""
     lines.append(f"parameters  {plan.total_parameters:,}{new}")
     for shard in plan.shards:
-        scaled = sum(tensor.name in plan.scaled for tensor in shard.tensors)
+        scaled = sum(getattr(tensor.parts[0], "factor", 1) != 1 for tensor in shard.tensors if tensor.parts)
         if shard.source is not None:
             how = f"{'link to' if link else 'copy of'} {shard.source.name}"
         elif all(tensor.is_new for tensor in shard.tensors):
@@ -55,7 +55,7 @@ def describe_result(record: dict, target) -> str:
     bound = "no bound" if deviation["value"] is None else f"{deviation['value']:g}"
     linked = sum(file.get("linked", False) for file in record["files"].values())
     written = sum(file["size"] for file in record["files"].values() if not file.get("linked"))
-    verified = verification_in_words(record["verification"])
+    verified = verification_in_words(record)
     lines = [
         f"wrote       {target}",
         f"weights     {len(record['files'])} files, {size(written)} written"
@@ -66,9 +66,4 @@ def describe_result(record: dict, target) -> str:
     ]
     lines += [f"left out    {name}: {reason}" for name, reason in sorted(record["left_out"].items())]
     lines += [f"note        {note}" for note in record["notes"]]
-    if record["verification"] and record["verification"]["same_token_ids"] is False:
-        lines.append(
-            "warning     AutoTokenizer gives other token ids for the target than for the source, though the files are "
-            "the same: name `tokenizer_class` in its tokenizer_config.json."
-        )
     return "\n".join(lines)

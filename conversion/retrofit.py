@@ -18,27 +18,16 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from ..configuration import GatedQwenConfig
-from .checkpoint import Checkpoint, open_checkpoint
 from .convert import carry_out, finish_retrofit
 from .errors import CheckpointError
-from .families import gated_config, read_config, tokenizer_class
-from .layouts import group_rows
-from .plan import (
-    Output,
-    Plan,
-    check_plan,
-    check_tensors,
-    copy_of,
-    expected_shapes,
-    new_tensor,
-    other_files,
-    rows_of,
-    shards_of,
-)
-from .reader import Reader, check_factor, same_values
+from .families import gated_config, tokenizer_class
+from .headers import Tensor
+from .plan import Output, Plan, check_plan, copy_of, expected_shapes, new_tensor, other_files, rows_of, shards_of
+from .reader import Reader, check_factor
+from .record import RECORD_NAME
+from .source import Source, open_source, prefix_of, renamed
 
 STARTS = ("scale", "fold", "random")
-SOURCE_CARD = "README.source.md"
 
 # Half the spacing of fp16 numbers below 2^-14.
 HALF_SUBNORMAL = 2.0**-25
@@ -57,6 +46,10 @@ def gate_fields(
         raise ValueError(f"`attn_gate` must be 'headwise' or 'elementwise', got {attn_gate!r}.")
     if start not in STARTS:
         raise ValueError(f"`start` must be one of {', '.join(map(repr, STARTS))}, got {start!r}.")
+    if layers is not None and not (
+        isinstance(layers, (list, tuple, set, range)) and all(type(layer) is int for layer in layers)
+    ):
+        raise ValueError(f"`layers` must be a list of whole numbers, counted from 0, got {layers!r}.")
     everything = list(range(source.num_hidden_layers))
     wanted = everything if layers is None else sorted(set(layers))
     if not wanted or not set(wanted) <= set(everything):
@@ -121,38 +114,34 @@ def plan_retrofit(
     Raises:
         CheckpointError, OSError: as [`retrofit_checkpoint`].
     """
-    checkpoint = open_checkpoint(
-        source, revision=revision, subfolder=subfolder, headers_only=headers_only, token=token
-    )
-    where = checkpoint.where()
-    source_config = read_config(checkpoint.fields, where)
-    fields, new = gate_fields(source_config, attn_gate, start, layers, where)
-    prefix = "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
-    config = gated_config(source_config, where, default_head="ForCausalLM" if prefix else "Model", **fields)
-    keep_tokenizer(config, source_config)
-    factors = output_factors(source_config, config, new, start, where)
+    origin = open_source(source, revision=revision, subfolder=subfolder, token=token, headers_only=headers_only)
+    checkpoint, where = origin.checkpoint, origin.checkpoint.where()
+    fields, new = gate_fields(origin.gated, attn_gate, start, layers, where)
+    check_seed(seed)
+    config = gated_config(origin.gated, where, **fields)
+    keep_tokenizer(config, origin.config)
+    factors = output_factors(origin.gated, config, new, start, where)
 
-    packed = getattr(source_config, "_is_released", False) and source_config.attn_gate is not None
-    has_gates = isinstance(source_config, GatedQwenConfig) and not packed
-    known = known_names(config, prefix, source_config if has_gates else None)
-    dropped = check_tensors(checkpoint, known)
-    notes = settle_tied(checkpoint, config, dropped, headers_only)
+    prefix = prefix_of(expected_shapes(config))
 
-    outputs, scaled = [], {}
-    for file in dict.fromkeys(tensor.file for tensor in checkpoint.tensors.values()):
-        tensors = [t for t in checkpoint.tensors.values() if t.file == file and t.name not in dropped]
-        outputs.append([output for t in tensors for output in convert(t, source_config, config, factors, packed)])
+    def rename(output: Output) -> Output:
+        return replace(output, name=renamed(output.name, origin.prefix, prefix))
+
+    outputs = [
+        [rename(output) for tensor in tensors for output in convert(tensor, origin, config, factors)]
+        for tensors in origin.tensors_by_file()
+    ]
+    scaled = {}
     for output in (output for file in outputs for output in file):
-        factor = getattr(output.parts[0], "factor", 1)
+        factor = getattr(output.parts[0], "factor", 1) if output.parts else 1
         if factor != 1:
-            scaled[output.name] = factor
+            scaled[output.parts[0].tensor.name] = factor
 
     gates = []
     random = start == "random"
     for layer in new:
         module = f"{prefix}layers.{layer}.self_attn"
-        query = checkpoint.tensors.get(f"{module}.q_proj.weight")
-        dtype = query.dtype if query else "F32"  # a missing q_proj is refused below
+        dtype = checkpoint.tensors[f"{origin.prefix}layers.{layer}.self_attn.q_proj.weight"].dtype
         rows = config.num_attention_heads * (config.head_dim if attn_gate == "elementwise" else 1)
         name, shape = f"{module}.g_proj.weight", (rows, config.hidden_size)
         gates.append(new_tensor(name, dtype, shape, seed if random else None, config.initializer_range))
@@ -160,9 +149,8 @@ def plan_retrofit(
             gates.append(new_tensor(f"{module}.g_proj.bias", dtype, (rows,)))
 
     files, left_out = other_files(checkpoint)
-    if "README.md" in files:
-        files[SOURCE_CARD] = files.pop("README.md")
-    repeated = isinstance(source_config, GatedQwenConfig) and source_config.attn_gate == "headwise" != attn_gate
+    keep_source_files(files, left_out, origin.record)
+    repeated = origin.gated.attn_gate == "headwise" != attn_gate
     # Where all layers have their gates already, nothing starts.
     options = {"attn_gate": attn_gate, "start": start if new else None, "layers": config.attn_gate_layers}
     if random and new:
@@ -172,20 +160,42 @@ def plan_retrofit(
         command="retrofit",
         options=options,
         source=checkpoint,
-        source_config=source_config,
+        source_config=origin.config,
         config=config,
         shards=shards_of(checkpoint, outputs, gates),
         files=files,
         left_out=left_out,
-        dropped=dropped,
+        dropped=origin.dropped,
         deviation=deviation,
         deviation_note=note,
         rounding_only=repeated and not (new and random),
-        notes=tuple(notes),
+        notes=tuple(origin.notes),
+        record=origin.record,
         scaled=scaled,
     )
     check_plan(plan)
     return plan if headers_only else settle_scaled(plan)
+
+
+def check_seed(seed) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"`seed` must be a whole number, got {seed!r}.")
+
+
+def keep_source_files(files: dict[str, str], left_out: dict[str, str], record: dict | None) -> None:
+    """Find another name for what the source has under the names of our card and record, unless they are ours."""
+    for name, stem, suffix in (("README.md", "README.source", ".md"), (RECORD_NAME, "conversion.source", ".json")):
+        if name not in files:
+            continue
+        original = files.pop(name)
+        if record is not None:
+            left_out[name] = "of the earlier conversion, whose record is kept in this one's"
+            continue
+        place = stem + suffix
+        while place in files:
+            stem += "_"
+            place = stem + suffix
+        files[place] = original
 
 
 def keep_tokenizer(config: GatedQwenConfig, source: PreTrainedConfig) -> None:
@@ -194,73 +204,26 @@ def keep_tokenizer(config: GatedQwenConfig, source: PreTrainedConfig) -> None:
         config.tokenizer_class = tokenizer_class(source.model_type)
 
 
-def known_names(config: GatedQwenConfig, prefix: str, gated: GatedQwenConfig | None) -> set[str]:
-    names = set(expected_shapes(config))
-    if config.tie_word_embeddings:
-        names.add("lm_head.weight")
-    own = set() if gated is None else {i for i in range(gated.num_hidden_layers) if gated.is_gated_layer(i)}
-    return {
-        name
-        for name in names
-        if ".self_attn.g_proj." not in name or int(name.removeprefix(prefix).split(".")[1]) in own
-    }
-
-
-def convert(tensor, source: PreTrainedConfig, config: GatedQwenConfig, factors: dict, packed: bool) -> list[Output]:
+def convert(tensor: Tensor, origin: Source, config: GatedQwenConfig, factors: dict) -> list[Output]:
     """The tensors that come of one tensor of the source."""
     module, _, kind = tensor.name.rpartition(".")
-    if packed and module.endswith("self_attn.q_proj"):
-        query_rows, gate_rows = group_rows(source)
-        rows = query_rows + gate_rows
-        if not tensor.shape or tensor.shape[0] != source.num_key_value_heads * rows:
-            return [copy_of(tensor)]  # refused for its shape
-        starts = [group * rows for group in range(source.num_key_value_heads)]
-        query = rows_of(tensor, tensor.name, [(start, start + query_rows) for start in starts])
-        gate = [(start + query_rows, start + rows) for start in starts]
+    repeat = origin.gated.attn_gate == "headwise" != config.attn_gate
+    if origin.packed and module.endswith("self_attn.q_proj"):
+        query, gate = origin.packed_rows(tensor)
         gate_name = f"{module.removesuffix('q_proj')}g_proj.{kind}"
-        return [query, repeat_rows(tensor, gate_name, gate, source, config)]
-    if module.endswith("self_attn.g_proj") and source.attn_gate != config.attn_gate and tensor.shape:
-        return [repeat_rows(tensor, tensor.name, [(0, tensor.shape[0])], source, config)]
+        return [rows_of(tensor, tensor.name, query), gate_of(tensor, gate_name, gate, config, repeat)]
+    if module.endswith("self_attn.g_proj") and repeat:
+        return [gate_of(tensor, tensor.name, [(0, tensor.shape[0])], config, repeat)]
     if module.endswith("self_attn.o_proj") and kind == "weight":
-        layer = int(module.split(".")[-3])
-        return [copy_of(tensor, factors.get(layer, 1.0))]
+        return [copy_of(tensor, factors.get(int(module.split(".")[-3]), 1.0))]
     return [copy_of(tensor)]
 
 
-def repeat_rows(tensor, name: str, ranges: list, source: GatedQwenConfig, config: GatedQwenConfig) -> Output:
-    if source.attn_gate == config.attn_gate:
+def gate_of(tensor: Tensor, name: str, ranges: list, config: GatedQwenConfig, repeat: bool) -> Output:
+    if not repeat:
         return rows_of(tensor, name, ranges)
     single = [(row, row + 1) for first, last in ranges for row in range(first, last)]
     return rows_of(tensor, name, single, repeat=config.head_dim)
-
-
-def settle_tied(checkpoint: Checkpoint, config: GatedQwenConfig, dropped: dict, headers_only: bool) -> list[str]:
-    """Decide what becomes of an lm_head beside tied embeddings: dropped where it says nothing new, else untied.
-
-    That is what transformers makes of such a checkpoint. Changes `config` and `dropped`; returns what to tell.
-    """
-    if not config.tie_word_embeddings or "lm_head.weight" not in checkpoint.tensors:
-        return []
-    head = checkpoint.tensors["lm_head.weight"]
-    embeddings = checkpoint.tensors.get("model.embed_tokens.weight")
-    if embeddings is None:
-        return []
-    pickle = checkpoint.pickles.get(head.file)
-    if head.file == embeddings.file and pickle and pickle.are_one(head.name, embeddings.name):
-        dropped[head.name] = "the tied embeddings under a second name"
-        return []
-    if headers_only:
-        dropped[head.name] = "a copy of the tied embeddings"
-        return ["lm_head.weight is taken for a copy of the tied embeddings; the conversion compares them."]
-    with Reader(checkpoint) as reader:
-        if same_values(reader, head, embeddings):
-            dropped[head.name] = "a copy of the tied embeddings"
-            return []
-    config.tie_word_embeddings = False
-    return [
-        "tie_word_embeddings is true, but lm_head.weight differs from the embeddings: transformers does not tie such "
-        "weights, so both come through and tie_word_embeddings becomes false."
-    ]
 
 
 def start_deviation(start: str, repeated: bool) -> tuple[float | None, str]:

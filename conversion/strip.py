@@ -8,6 +8,7 @@ The result is of the source's own family where the record of the retrofit names 
 can express it (Llama, Mistral, Qwen2, Qwen3), or a gated_qwen model without gates.
 """
 
+import dataclasses
 import gc
 import math
 from dataclasses import dataclass, replace
@@ -19,20 +20,17 @@ from transformers.utils import logging
 
 from .. import demo
 from ..configuration import GatedQwenConfig
-from .checkpoint import Checkpoint, open_checkpoint
 from .convert import carry_out
 from .errors import CheckpointError
-from .families import FAMILIES, HEADS, gated_config, read_config
-from .layouts import group_rows
-from .plan import Normal, Plan, Tensor, check_plan, check_tensors, copy_of, other_files, rows_of, shards_of
-from .reader import Reader, values
-from .record import read_record
-from .retrofit import SOURCE_CARD, known_names, settle_scaled, settle_tied
+from .families import CLASS_NAMES, FAMILIES, gated_config, read_config, tokenizer_class
+from .headers import Tensor, is_plain_name, strict_json
+from .plan import Normal, Output, Plan, Shard, check_plan, copy_of, expected_shapes, other_files, rows_of, shards_of
+from .reader import BLOCK, Reader, values
+from .record import RECORD_NAME, records
+from .retrofit import settle_scaled
+from .source import GATE_FIELDS, Source, open_source, prefix_of, renamed
 from .verify import SMALL, inputs_for, largest_difference, load, load_tokenizer, outputs_of
-from .write import RECORD_NAME, blocks
-
-GATE_FIELDS = ("attn_gate", "attn_gate_scale", "attn_gate_bias", "attn_gate_layers")
-MODEL_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gated_qwen": "GatedQwen"}
+from .write import blocks, is_as_recorded
 
 
 @dataclass(frozen=True)
@@ -44,35 +42,28 @@ class Moved:
     high: float
 
 
-def ungated_config(config: GatedQwenConfig, checkpoint: Checkpoint) -> tuple[PreTrainedConfig, str | None]:
+def ungated_config(origin: Source) -> tuple[PreTrainedConfig, str | None]:
     """The config without gates, of the simplest family that can express it, and its text where it is recorded."""
-    head = next(head for head in HEADS if config.architectures[0].endswith(head))
-    record = read_record(checkpoint.folder) if checkpoint.folder else None
-    if record is not None and isinstance(text := record.get("source", {}).get("config.json"), str):
-        recorded = _recorded_config(text, config)
-        if recorded is not None:
-            return recorded, text
-    for model_type in FAMILIES:
+    config = origin.gated
+    head = config.architectures[0].removeprefix("GatedQwen")
+    families = list(FAMILIES)
+    for record in records(origin.record):
+        text = record["source"]["config.json"]
+        try:
+            recorded = read_config(strict_json(text.encode(), "the record"), "the record")
+            if recorded.model_type in FAMILIES or (recorded.attn_gate is None and not recorded._is_released):
+                if _says(gated_config(recorded, default_head=head), config, everything=True):
+                    return recorded, text
+                families.sort(key=recorded.model_type.__ne__)  # the family it was of, if it still can be
+        except ValueError:
+            continue
+    for model_type in families:
         candidate = _of_family(config, model_type)
-        if candidate is not None and _same_function(gated_config(candidate), config):
-            candidate.architectures = [MODEL_NAMES[model_type] + head]
+        if candidate is not None and _says(gated_config(candidate, default_head=head), config):
+            candidate.architectures = [CLASS_NAMES[model_type] + head]
             return candidate, None
     fields = {**config.to_dict(), "attn_gate": None, "attn_gate_layers": None, "attn_gate_scale": 1.0}
-    fields.pop("auto_map", None)
     return GatedQwenConfig(**{**fields, "attn_gate_bias": False}), None
-
-
-def _recorded_config(text: str, config: GatedQwenConfig) -> PreTrainedConfig | None:
-    """The config of the retrofit's source, where it says the same as today's but for the gates."""
-    import json
-
-    try:
-        source = read_config(json.loads(text), "the recorded config.json")
-        if source.model_type == "gated_qwen" and (source.attn_gate is not None or source._is_released):
-            return None
-        return source if _same_function(gated_config(source), config) else None
-    except ValueError:
-        return None
 
 
 def _of_family(config: GatedQwenConfig, model_type: str) -> PreTrainedConfig | None:
@@ -86,23 +77,27 @@ def _of_family(config: GatedQwenConfig, model_type: str) -> PreTrainedConfig | N
         drop.add("sliding_window")
     if model_type in ("mistral", "qwen2"):
         drop.add("attention_bias")
+    if fields.get("tokenizer_class") == tokenizer_class(model_type):
+        drop.add("tokenizer_class")  # what transformers takes by itself
     try:
         return CONFIG_MAPPING[model_type](**{name: value for name, value in fields.items() if name not in drop})
     except Exception:  # the family's own config refuses it
         return None
 
 
-def _same_function(one: GatedQwenConfig, other: GatedQwenConfig) -> bool:
-    """Whether two configs differ in their gates, names and token ids at most."""
-    relevant = [
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
-        "tie_word_embeddings", "rope_parameters", "layer_types", "use_qk_norm", "attention_bias",
-        "attention_output_bias", "mlp_bias",
-    ]  # fmt: skip
-    if "sliding_attention" in other.layer_types:
-        relevant.append("sliding_window")
-    return all(getattr(one, name) == getattr(other, name) for name in relevant)
+# What says nothing of the function, and what follows from other fields.
+NOT_COMPARED = (*GATE_FIELDS, "transformers_version", "architectures", "tokenizer_class", "use_sliding_window",
+                "max_window_layers")  # fmt: skip
+
+
+def _says(one: GatedQwenConfig, other: GatedQwenConfig, everything: bool = False) -> bool:
+    """Whether a config says what another one does but for its gates: in its own fields, or in any."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    names = set(ours) | set(theirs) if everything else {field.name for field in dataclasses.fields(GatedQwenConfig)}
+    names -= {name for name in names if name in NOT_COMPARED or name.startswith("_")}
+    if "sliding_attention" not in other.layer_types:
+        names.discard("sliding_window")
+    return all(ours.get(name) == theirs.get(name) for name in names)
 
 
 def plan_strip(
@@ -110,110 +105,130 @@ def plan_strip(
     force: bool = False,
 ) -> Plan:  # fmt: skip
     """What [`strip_checkpoint`] would write, from the source's headers alone; `headers_only` as in `plan_retrofit`."""
-    checkpoint = open_checkpoint(
-        source, revision=revision, subfolder=subfolder, headers_only=headers_only, token=token
-    )
-    where = checkpoint.where()
-    source_config = read_config(checkpoint.fields, where)
-    if not isinstance(source_config, GatedQwenConfig) or source_config.attn_gate is None:
-        raise CheckpointError(f"{where}: a {source_config.model_type} model without gates: there is nothing to strip.")
-    prefix = "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
-    source_config = gated_config_of(source_config, where, prefix)
-    packed = checkpoint_is_packed(checkpoint, prefix, source_config)
-    config, text = ungated_config(source_config, checkpoint)
+    origin = open_source(source, revision=revision, subfolder=subfolder, token=token, headers_only=headers_only)
+    where, gated = origin.checkpoint.where(), origin.gated
+    if gated.attn_gate is None:
+        raise CheckpointError(f"{where}: a {origin.config.model_type} model without gates: there is nothing to strip.")
+    config, text = ungated_config(origin)
+    gates = [name for name in origin.checkpoint.tensors if ".self_attn.g_proj." in name]
+    origin.dropped |= dict.fromkeys(gates, "a gate")
 
-    dropped = check_tensors(checkpoint, known_names(source_config, prefix, None if packed else source_config))
-    notes = settle_tied(checkpoint, config, dropped, headers_only)
-    gates = {name: tensor for name, tensor in checkpoint.tensors.items() if ".self_attn.g_proj." in name}
-    dropped |= dict.fromkeys(gates, "a gate")
-    gated = [layer for layer in range(source_config.num_hidden_layers) if source_config.is_gated_layer(layer)]
-    record = read_record(checkpoint.folder) if checkpoint.folder else None
-    started_random = set(record["tensors"]["new"]) if record and record["options"].get("start") == "random" else set()
+    seeds = random_starts(origin.record)
     # A random start left o_proj as it was.
-    factor = {
-        layer: 1.0 if f"{prefix}layers.{layer}.self_attn.g_proj.weight" in started_random
-        else source_config.attn_gate_scale / 2
-        for layer in gated
+    factors = {
+        layer: 1.0 if gate_name(origin, layer) in seeds else gated.attn_gate_scale / 2
+        for layer in origin.gated_layers
     }  # fmt: skip
-    inexact = [layer for layer in gated if math.frexp(factor[layer])[0] != 0.5]
-    if inexact and not force:
+    exact = all(math.frexp(factor)[0] == 0.5 for factor in factors.values())
+    if not exact and not force:
         raise CheckpointError(
-            f"{where}: attn_gate_scale {source_config.attn_gate_scale:g} / 2 is not a power of two, so that o_proj "
-            "cannot take it over exactly: pass force (--force) to strip it with rounding."
+            f"{where}: attn_gate_scale {gated.attn_gate_scale:g} / 2 is not a power of two, so that o_proj cannot "
+            "take it over exactly: pass force (--force) to strip it with rounding."
         )
 
+    prefix = prefix_of(expected_shapes(config))
     outputs, scaled = [], {}
-    for file in dict.fromkeys(tensor.file for tensor in checkpoint.tensors.values()):
-        out = []
-        for tensor in (t for t in checkpoint.tensors.values() if t.file == file and t.name not in dropped):
-            module, _, kind = tensor.name.rpartition(".")
-            if packed and module.endswith("self_attn.q_proj"):
-                query_rows, gate_rows = group_rows(source_config)
-                rows = query_rows + gate_rows
-                starts = [group * rows for group in range(source_config.num_key_value_heads)]
-                out.append(rows_of(tensor, tensor.name, [(start, start + query_rows) for start in starts]))
-            elif module.endswith("self_attn.o_proj") and kind == "weight":
-                scale = factor.get(int(module.split(".")[-3]), 1.0)
-                out.append(copy_of(tensor, scale))
-                scaled |= {tensor.name: scale} if scale != 1 else {}
-            else:
-                out.append(copy_of(tensor))
-        outputs.append(out)
+    for tensors in origin.tensors_by_file():
+        outputs.append([])
+        for tensor in tensors:
+            output = ungated(tensor, origin, factors)
+            outputs[-1].append(replace(output, name=renamed(output.name, origin.prefix, prefix)))
+            factor = getattr(output.parts[0], "factor", 1) if output.parts else 1
+            if factor != 1:
+                scaled[tensor.name] = factor
 
-    files, left_out = other_files(checkpoint)
-    files.pop(RECORD_NAME, None)
-    if record is not None:
-        files.pop("README.md", None)  # it speaks of the gates
-        if SOURCE_CARD in files:
-            files["README.md"] = files.pop(SOURCE_CARD)
+    shards, index_text = with_first_names(shards_of(origin.checkpoint, outputs, []), origin.record)
+    files, left_out = other_files(origin.checkpoint)
+    if origin.record is not None:
+        restore_source_files(files)
     plan = Plan(
         command="strip",
-        options={"force": force} if force else {},
-        source=checkpoint,
-        source_config=source_config,
+        options={"force": True} if force else {},
+        source=origin.checkpoint,
+        source_config=origin.config,
         config=config,
-        shards=shards_of(checkpoint, outputs, []),
+        shards=shards,
+        index_text=index_text,
         files=files,
         left_out=left_out,
-        dropped=dropped,
-        deviation=0.0,
-        deviation_note="the gates are at their start",
-        notes=tuple(notes),
+        dropped=origin.dropped,
+        deviation=0.0 if exact else None,
+        deviation_note="the gates are at their start" if exact else "the gates are at their start, o_proj is rounded",
+        rounding_only=not exact,
+        notes=tuple(origin.notes),
         scaled=scaled,
         config_text=text,
+        record=origin.record,
     )
     check_plan(plan)
     if headers_only:
         return plan
-    if not inexact:
+    if exact:
         plan = settle_scaled(plan)
-    return settle_gates(plan, prefix, gated, packed, started_random, record, force)
+    return settle_gates(plan, origin, seeds, force)
 
 
-def gated_config_of(config: GatedQwenConfig, where: str, prefix: str) -> GatedQwenConfig:
-    """With the architecture filled in."""
-    gate = {name: getattr(config, name) for name in GATE_FIELDS}
-    return gated_config(config, where, default_head="ForCausalLM" if prefix else "Model", **gate)
+def with_first_names(shards: tuple[Shard, ...], record: dict | None) -> tuple[tuple[Shard, ...], str | None]:
+    """The files' names before the retrofit, and their index as it was, where the record has them for these files."""
+    source = next(records(record), {}).get("source", {})
+    names = [source.get("files", {}).get(shard.origin) for shard in shards]
+    index = source.get("index")
+    known = all(is_plain_name(name) and name.endswith(".safetensors") for name in names)
+    if index is None or not known or len(set(names)) < len(names):
+        return shards, None
+    shards = tuple(replace(shard, name=name) for shard, name in zip(shards, names, strict=True))
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    try:
+        recorded = strict_json(index.encode(), "the recorded index")["weight_map"]
+    except (ValueError, LookupError, TypeError):
+        recorded = None
+    return shards, index if recorded == weight_map else None
 
 
-def checkpoint_is_packed(checkpoint: Checkpoint, prefix: str, config: GatedQwenConfig) -> bool:
-    return not any(".self_attn.g_proj." in name for name in checkpoint.tensors)
+def gate_name(origin: Source, layer: int) -> str:
+    return f"{origin.prefix}layers.{layer}.self_attn.g_proj.weight"
 
 
-def settle_gates(plan: Plan, prefix, gated, packed, started_random, record, force: bool) -> Plan:
+def random_starts(record: dict | None) -> dict[str, int]:
+    """The gates that were given random values, and the seed of each."""
+    seeds = {}
+    for earlier in records(record):
+        if earlier["options"].get("start") == "random":
+            seeds |= {name: earlier["options"]["seed"] for name in earlier["tensors"]["new"] if name not in seeds}
+    return seeds
+
+
+def ungated(tensor: Tensor, origin: Source, factors: dict[int, float]) -> Output:
+    module, _, kind = tensor.name.rpartition(".")
+    if origin.packed and module.endswith("self_attn.q_proj"):
+        return rows_of(tensor, tensor.name, origin.packed_rows(tensor)[0])
+    if module.endswith("self_attn.o_proj") and kind == "weight":
+        return copy_of(tensor, factors.get(int(module.split(".")[-3]), 1.0))
+    return copy_of(tensor)
+
+
+def restore_source_files(files: dict[str, str]) -> None:
+    """The card and record speak of the gates; what they displaced goes back to its place."""
+    for name, kept in (("README.md", "README.source.md"), (RECORD_NAME, "conversion.source.json")):
+        files.pop(name, None)
+        if kept in files:
+            files[name] = files.pop(kept)
+
+
+def settle_gates(plan: Plan, origin: Source, seeds: dict[str, int], force: bool) -> Plan:
     """Read the gates. Where they are at their start nothing changes; else refuse, or record what it changes."""
-    checkpoint, config = plan.source, plan.source_config
-    random_starts = [
-        f"{prefix}layers.{layer}.self_attn.g_proj.weight"
-        for layer in gated
-        if f"{prefix}layers.{layer}.self_attn.g_proj.weight" in started_random
-    ]
+    checkpoint = origin.checkpoint
+    files = next(records(origin.record), {}).get("files")
+    if seeds and not is_as_recorded(checkpoint.folder, files):
+        seeds = {}  # trained since: without its gates, it is not the source
     with Reader(checkpoint) as reader:
-        if random_starts and all(_is_its_start(reader, config, name, record) for name in random_starts):
-            still = {int(name.removeprefix(prefix).split(".")[1]) for name in random_starts}
-        else:
-            still = set()
-        moved = [_moved(reader, checkpoint, config, prefix, layer, packed) for layer in gated if layer not in still]
+        still = {
+            layer
+            for layer in origin.gated_layers
+            if gate_name(origin, layer) in seeds
+            and _is_its_start(reader, origin.gated, gate_name(origin, layer), seeds[gate_name(origin, layer)])
+        }
+        moved = [_moved(reader, origin, layer) for layer in origin.gated_layers if layer not in still]
     widest = max((gate for gate in moved if gate.high != 1), key=lambda gate: gate.high, default=None)
     if widest is None:
         if not still:
@@ -227,57 +242,52 @@ def settle_gates(plan: Plan, prefix, gated, packed, started_random, record, forc
     if not force:
         measured = ""
         if plan.total_parameters <= SMALL:
-            change, largest = measure_without_gates(checkpoint.folder, config)
-            measured = (
-                f", and without them outputs on a sample change by up to {change:.3g} (the largest is {largest:.3g})"
-            )
+            change, largest = measure_without_gates(checkpoint.folder, origin.gated)
+            measured = f", and outputs on a sample by up to {change:.3g} (the largest is {largest:.3g})"
         raise CheckpointError(
             f"{checkpoint.where('')}: {what}{measured}. Pass force (--force) to strip them all the same."
         )
     return replace(plan, deviation=None, deviation_note=what)
 
 
-def _is_its_start(reader: Reader, config: GatedQwenConfig, name: str, record: dict) -> bool:
+def _is_its_start(reader: Reader, config: GatedQwenConfig, name: str, seed: int) -> bool:
     tensor = reader.checkpoint.tensors[name]
-    start = Normal(tensor.nbytes, tensor.dtype, config.initializer_range, f"{record['options']['seed']}/{name}")
-    buffer = memoryview(bytearray(1 << 18))
+    start = Normal(tensor.nbytes, tensor.dtype, config.initializer_range, f"{seed}/{name}")
     found = reader.blocks(tensor)
-    return all(one == other for one, other in zip(blocks(reader, start, 0, start.nbytes, buffer), found, strict=True))
+    made = blocks(reader, start, 0, start.nbytes, memoryview(bytearray(BLOCK)))
+    return all(one == other for one, other in zip(made, found, strict=True))
 
 
-def _moved(reader: Reader, checkpoint, config: GatedQwenConfig, prefix: str, layer: int, packed: bool) -> Moved:
+def _moved(reader: Reader, origin: Source, layer: int) -> Moved:
     """Bounds for a layer's gates, from weights alone.
 
     The layer's input is w * n, where n has a norm of at most sqrt(hidden_size) (RMSNorm), so a gate's logit is at most
     |g * w| sqrt(hidden_size) + |bias|, and its factor relative to that of logit 0 is 2 sigmoid(logit).
     """
-    module = f"{prefix}layers.{layer}.self_attn."
-    norm = _numbers(reader, checkpoint.tensors[f"{prefix}layers.{layer}.input_layernorm.weight"])
+    config, tensors = origin.gated, origin.checkpoint.tensors
+    module = f"{origin.prefix}layers.{layer}.self_attn."
+    norm = _numbers(reader, tensors[f"{origin.prefix}layers.{layer}.input_layernorm.weight"])
     largest = 0.0
-    for tensor, first, last in _gate_rows(checkpoint, config, module, "weight", packed):
+    for tensor, first, last in _gate_rows(origin, module, "weight"):
         row = tensor.nbytes // tensor.shape[0]
         weights = _numbers(reader, tensor, first * row, last * row).view(-1, len(norm))
         largest = max(largest, (weights * norm).norm(dim=-1).max().item() * math.sqrt(config.hidden_size))
     if config.attn_gate_bias:
         bias = [
             _numbers(reader, tensor, *(n * tensor.nbytes // tensor.shape[0] for n in (first, last))).abs().max().item()
-            for tensor, first, last in _gate_rows(checkpoint, config, module, "bias", packed)
+            for tensor, first, last in _gate_rows(origin, module, "bias")
         ]
         largest += max(bias)
     return Moved(layer, 2 / (1 + math.exp(min(largest, 700))), 2 / (1 + math.exp(-largest)))
 
 
-def _gate_rows(checkpoint, config: GatedQwenConfig, module: str, kind: str, packed: bool) -> list[tuple]:
+def _gate_rows(origin: Source, module: str, kind: str) -> list[tuple]:
     """Where a layer's gate rows are: tensor, first and last row; at most 256 rows at a time."""
-    if packed:
-        tensor = checkpoint.tensors[f"{module}q_proj.{kind}"]
-        query_rows, gate_rows = group_rows(config)
-        ranges = [
-            (group * (query_rows + gate_rows) + query_rows, (group + 1) * (query_rows + gate_rows))
-            for group in range(config.num_key_value_heads)
-        ]
+    if origin.packed:
+        tensor = origin.checkpoint.tensors[f"{module}q_proj.{kind}"]
+        ranges = origin.packed_rows(tensor)[1]
     else:
-        tensor = checkpoint.tensors[f"{module}g_proj.{kind}"]
+        tensor = origin.checkpoint.tensors[f"{module}g_proj.{kind}"]
         ranges = [(0, tensor.shape[0])]
     return [(tensor, start, min(start + 256, last)) for first, last in ranges for start in range(first, last, 256)]
 
@@ -292,7 +302,7 @@ def measure_without_gates(folder: Path, config: GatedQwenConfig) -> tuple[float,
     """How far outputs move on a sample text and random tokens when all gates are put back to their start, and the
     largest output. Loads the model."""
     tokenizer = load_tokenizer(folder)
-    inputs = inputs_for(config, tokenizer, demo.PASSAGE.read_text())
+    inputs = inputs_for(config, tokenizer, demo.PASSAGE.read_text(encoding="utf-8"))
     show_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

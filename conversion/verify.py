@@ -29,7 +29,13 @@ AUTO_CLASSES = {
     "Model": transformers.AutoModel,
 }
 
-PROBES = ("Hello  world\n\tdef f(x): return x", "Grüße, 你好, مرحبا, 🤗🏽", " 1234567 -- don't  ")
+PROBES = (
+    "Hello  world\n\tdef f(x): return x",
+    "Grüße, 你好, مرحبا, 🤗🏽",
+    " 1234567 -- don't  ",
+    "e\u0301 </s><s>",
+    "▁a b",
+)
 
 # What rounding alone may change, relative to the largest logit: for a plan whose numbers are those of the source, but
 # come from another matrix product.
@@ -47,7 +53,9 @@ def load_tokenizer(folder: Path):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # a tokenizer that transformers cannot load says nothing of the weights
+    except Exception as error:  # a tokenizer that transformers cannot load says nothing of the weights
+        if getattr(error, "errno", None) is not None:
+            raise
         return None
 
 
@@ -87,6 +95,11 @@ def outputs_of(model, inputs: dict[str, dict], advance: Callable = lambda: None)
             given = {key: value[:1] for key, value in given.items()}  # classifiers take batches only with a pad token
         outputs[name] = model(**given, use_cache=False)[0]
         advance()
+    if model.can_generate():
+        ids = inputs["random tokens"]["input_ids"]
+        first = model(ids[:, :-8], use_cache=True)
+        steps = [model(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(-8, -1)]
+        outputs["steps with a cache"] = torch.cat([first.logits, *steps], dim=1)
     return outputs
 
 
@@ -99,27 +112,29 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return differences.masked_fill(same, 0).max().item()
 
 
+def same_token_ids(plan: Plan, folder: Path, text: str) -> bool | None:
+    """Whether AutoTokenizer gives the same ids for the checkpoint in `folder` as for the source of its plan; None
+    where the source has no tokenizer. The files are the same, but transformers also goes by the model type."""
+    tokenizer = load_tokenizer(plan.source.folder)
+    if tokenizer is None:
+        return None
+    converted = load_tokenizer(folder)
+    probes = (text, *PROBES)
+    return converted is not None and all(tokenizer(probe).input_ids == converted(probe).input_ids for probe in probes)
+
+
 def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
     """Compare the checkpoint in `folder` with the source of the plan that made it.
 
     Returns:
         For the record: the largest difference over all inputs, the one that is allowed (None: any), the inputs, the
-        dtype, the versions, and whether the two tokenizers give the same ids (None where there is none).
+        dtype and the versions.
 
     Raises:
         CheckpointError: the difference is larger than the plan allows.
     """
     gated = plan.config if plan.command == "retrofit" else plan.source_config
-    tokenizer = load_tokenizer(plan.source.folder)
-    inputs = inputs_for(gated, tokenizer, text)
-    same_ids = None
-    if tokenizer is not None:
-        converted = load_tokenizer(folder)
-        probes = (text, *PROBES)
-        same_ids = converted is not None and [tokenizer(probe).input_ids for probe in probes] == [
-            converted(probe).input_ids for probe in probes
-        ]
-
+    inputs = inputs_for(gated, load_tokenizer(plan.source.folder), text)
     show_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     bar = tqdm(total=2 * len(inputs), desc="Comparing outputs", disable=not progress)
@@ -135,7 +150,7 @@ def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
         bar.close()
         if show_bars:
             logging.enable_progress_bar()
-    difference = max(largest_difference(found[name], expected[name]) for name in inputs)
+    difference = max(largest_difference(found[name], expected[name]) for name in expected)
     largest = max(logits.abs().nan_to_num(0, 0, 0).max().item() for logits in expected.values())
     allowed = allowed_difference(plan, dtype, largest)
     if allowed is not None and not difference <= allowed:
@@ -147,9 +162,8 @@ def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
         "max_difference": difference,
         "allowed": allowed,
         "largest_output": largest,
-        "inputs": sorted(inputs),
+        "inputs": sorted(expected),
         "dtype": str(dtype).removeprefix("torch."),
-        "same_token_ids": same_ids,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -4,17 +4,19 @@ TARGET.partial/journal.jsonl    what is being converted, then a line for each fi
 TARGET.partial/checkpoint/      becomes TARGET; has no config.json before all weights are there
 """
 
-import errno
 import json
 import os
 import shutil
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,7 @@ from .reader import BLOCK, Reader, scale
 # What one thread writes at a time, what is summed, and what is not written again after an interruption.
 CHUNK = 1 << 28
 WORKERS = min(4, os.cpu_count() or 1)
-RECORD_NAME = "conversion.json"
+JOURNAL, NEW_JOURNAL, STAGED = "journal.jsonl", "journal.new", "checkpoint"
 NOTHING = memoryview(bytes(BLOCK))
 
 
@@ -61,7 +63,8 @@ def chunks_of(shard: Shard) -> list[Chunk]:
         divisible = isinstance(piece, (FileRange, Zeros)) or (isinstance(piece, Part) and piece.repeat == 1)
         first = 0
         while first < piece.nbytes:
-            last = min(piece.nbytes, first + CHUNK - size) if divisible else piece.nbytes
+            # Cut between numbers, of whatever dtype.
+            last = min(piece.nbytes, first + max((CHUNK - size) // 8 * 8, 8)) if divisible else piece.nbytes
             pieces.append((piece, first, last))
             size, first = size + last - first, last
             if size >= CHUNK:
@@ -113,9 +116,16 @@ class Interrupted(BaseException):
     """Another thread failed or the user stopped the conversion."""
 
 
-def write_chunk(reader: Reader, chunk: Chunk, descriptor: int, advance: Callable, stop: threading.Event) -> int:
-    """Write a chunk at its place, and return the CRC-32 of what was written."""
-    if all(isinstance(piece, Zeros) for piece, _, _ in chunk.pieces):
+def write_chunk(
+    reader: Reader, chunk: Chunk, descriptor: int, kept: bool, advance: Callable, stop: threading.Event
+) -> int:
+    """Write a chunk at its place, and return the CRC-32 of what was written.
+
+    Args:
+        kept: the file was there before. A new one has its full size already: what is not written to it reads as zeros,
+            and takes no space.
+    """
+    if not kept and all(isinstance(piece, Zeros) for piece, _, _ in chunk.pieces):
         advance(chunk.nbytes)
         return crc_of_zeros(chunk.nbytes)
     crc, offset = 0, chunk.start
@@ -125,8 +135,7 @@ def write_chunk(reader: Reader, chunk: Chunk, descriptor: int, advance: Callable
             if stop.is_set():
                 raise Interrupted
             crc = zlib.crc32(block, crc)
-            # The file has its full size already: what is not written reads as zeros, and takes no space.
-            if not isinstance(piece, Zeros):
+            if kept or not isinstance(piece, Zeros):
                 _write(descriptor, block, offset)
             offset += len(block)
             advance(len(block))
@@ -147,6 +156,19 @@ def _write(descriptor: int, block: memoryview, offset: int) -> None:
         block, offset = block[count:], offset + count
 
 
+def is_as_recorded(folder: Path, files: dict[str, dict]) -> bool:
+    """Whether files of weights still are what a record says of them, as far as it does: not of linked ones."""
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != entry["size"]:
+            return False
+        starts = [*map(int, entry.get("crc32", ())), entry["size"]]
+        for start, end in pairwise(starts):
+            if f"{crc_of(file, start, end - start):08x}" != entry["crc32"][str(start)]:
+                return False
+    return True
+
+
 def crc_of(file: Path, start: int, nbytes: int) -> int | None:
     """The CRC-32 of a part of a file, or None where the file is shorter."""
     crc = 0
@@ -164,30 +186,44 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def check_target(plan: Plan, target: Path, link: bool) -> None:
-    """Refuse a target that exists, that overlaps the source, or that there is no space for.
+def check_target(plan: Plan, target, link: bool) -> Path:
+    """Refuse a target that exists, that overlaps the source, or that there is no space for; returns its full path.
 
     Raises:
         CheckpointError: nothing was written.
     """
-    if not target.name:
+    target = Path(target).expanduser()
+    if target.name in ("", ".."):
         raise CheckpointError(f"{target} cannot be a target: name a new folder.")
     if target.is_symlink():
         raise CheckpointError(f"{target} is a link: name a new folder.")
+    for parent in target.absolute().parents:
+        if parent.is_symlink() and not parent.exists():
+            raise CheckpointError(f"{parent} is a link to nothing: name another target.")
+    target = target.parent.resolve() / target.name
+    partial = partial_folder(target)
     source = plan.source.folder.resolve()
-    place = target.resolve()
-    if place == source:
+    if target == source:
         raise CheckpointError(f"{target} is the source itself: name another folder, nothing is converted in place.")
-    if source in place.parents:
+    if source in target.parents:
         raise CheckpointError(f"{target} lies inside the source {source}: name a folder outside it.")
-    if place in source.parents:
+    if target in source.parents:
         raise CheckpointError(f"{target} holds the source {source}: name another folder.")
+    if partial == source or partial in source.parents:
+        raise CheckpointError(
+            f"the source {source} lies in {partial}, where {target} would be prepared: name another target."
+        )
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise CheckpointError(f"{partial}, where {target} would be prepared, is not a folder: move it away.")
     if target.is_dir():
         if any(target.iterdir()):
+            if (partial / JOURNAL).is_file() and not (partial / STAGED).exists():
+                shutil.rmtree(partial)  # what is left where a run ended between its last two steps
+                raise CheckpointError(f"{target} was finished by an earlier run: it is complete.")
             raise CheckpointError(f"{target} exists and is not empty: remove it, or name another folder.")
     elif target.exists():
         raise CheckpointError(f"{target} exists and is not a folder: name another one.")
-    parent = place.parent
+    parent = target.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -201,15 +237,15 @@ def check_target(plan: Plan, target: Path, link: bool) -> None:
                 )
     written = [shard for shard in plan.shards if not (link and shard.source)]
     needed = sum(p.nbytes for shard in written for p in shard.pieces if not isinstance(p, Zeros))
-    partial = partial_folder(target)
-    if partial.exists():
-        needed -= sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
+    statuses = [file.lstat() for file in partial.rglob("*") if file.is_file()]
+    needed -= sum(status.st_blocks * 512 for status in statuses if status.st_nlink == 1)
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(
             f"{parent} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed: make room, or name another "
             "target."
         )
+    return target
 
 
 class Staging:
@@ -218,107 +254,112 @@ class Staging:
     def __init__(self, plan: Plan, target: Path, restart: bool):
         self.target = target
         self.folder = partial_folder(target)
-        self.checkpoint = self.folder / "checkpoint"
-        self.journal = self.folder / "journal.jsonl"
+        self.checkpoint = self.folder / STAGED
         self.finished: dict[tuple[str, int], int] = {}
         self._plan, self._restart = plan, restart
 
     def __enter__(self):
-        self._open_folder()
-        fingerprint = digest(self._plan)
-        found = self._read_journal()
-        if self._restart or not found:
-            # What is there is deleted only where it is known to be a conversion's.
-            shutil.rmtree(self.checkpoint, ignore_errors=True)
-            self.journal.unlink(missing_ok=True)
-        elif found[0] != {"plan": fingerprint}:
-            raise CheckpointError(
-                f"{self.folder} holds an unfinished conversion of another source, or with other options: finish that "
-                "one, or pass restart (--restart) to discard it."
-            )
-        else:
-            self.finished = {(line["shard"], line["chunk"]): line["crc32"] for line in found[1:]}
-        self.checkpoint.mkdir(exist_ok=True)
-        self._journal = open(self.journal, "a")
-        if not found or self._restart:
-            self._note({"plan": fingerprint})
+        with ExitStack() as stack:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock(stack)
+            started = {"plan": digest(self._plan)}
+            lines = self._lines_of_an_earlier_run()
+            if lines and lines[0] != started:
+                raise CheckpointError(
+                    f"{self.folder} holds an unfinished conversion of another source, or with other options: finish "
+                    "that one, or pass restart (--restart) to discard it."
+                )
+            self.finished = {(line["shard"], line["chunk"]): line["crc32"] for line in lines[1:]}
+            # Without a last line that was cut short; and there before any weights, so that they are known to be ours.
+            whole = "".join(json.dumps(line) + "\n" for line in lines or [started])
+            write_text(self.folder / NEW_JOURNAL, whole)
+            os.replace(self.folder / NEW_JOURNAL, self.folder / JOURNAL)
+            self._journal = stack.enter_context(open(self.folder / JOURNAL, "a", encoding="utf-8"))
+            self.checkpoint.mkdir(exist_ok=True)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        self._journal.close()
-        self._unlock()
+        self._stack.close()
 
-    def _open_folder(self):
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.folder.mkdir()
-        except FileExistsError:
-            strangers = sorted({path.name for path in self.folder.iterdir()} - {"journal.jsonl", "checkpoint"})
-            if strangers or (self.checkpoint.exists() and not self.journal.exists()):
-                raise CheckpointError(
-                    f"{self.folder} exists and is not an unfinished conversion: move it away, or name another target."
-                ) from None
-        self._lock = None
+    def _lock(self, stack: ExitStack) -> None:
         try:
             import fcntl
-        except ImportError:  # no locks on Windows
+        except ImportError:  # no such locks on Windows
             return
-        self._lock = os.open(self.folder, os.O_RDONLY)
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise CheckpointError(f"{self.target} is being converted by another process: wait for it.") from None
+        except OSError:  # a file system without locks
+            return
 
-    def _unlock(self):
-        if self._lock is not None:
-            os.close(self._lock)
+    def _lines_of_an_earlier_run(self) -> list[dict]:
+        """What an interrupted run noted; what it staged is discarded if that is wanted.
 
-    def _read_journal(self) -> list[dict]:
-        lines = []
-        if self.journal.is_file():
-            for line in self.journal.read_text().splitlines(keepends=True):
-                try:
-                    lines.append(json.loads(line) if line.endswith("\n") else None)
-                except ValueError:
-                    lines.append(None)
-        # The last line may be cut short; anything else is not ours.
-        if None in lines[:-1] or not all(isinstance(line, dict) for line in lines if line is not None):
-            raise CheckpointError(f"{self.journal} is damaged: pass restart (--restart) to start again.")
-        complete = [line for line in lines if line is not None]
-        if len(complete) < len(lines):
-            self.journal.write_text("".join(json.dumps(line) + "\n" for line in complete))
-        return complete
+        Nothing is ever deleted that is not known to be a conversion's: it has a journal with something in it.
+        """
+        journal = self.folder / JOURNAL
+        text = journal.read_text(encoding="utf-8", errors="replace") if journal.is_file() else ""
+        strangers = {path.name for path in self.folder.iterdir()} - {JOURNAL, NEW_JOURNAL, STAGED}
+        staged = self.checkpoint.is_symlink() or (self.checkpoint.exists() and any(self.checkpoint.iterdir()))
+        if strangers or (staged and not text.strip()) or self.checkpoint.is_symlink():
+            raise CheckpointError(
+                f"{self.folder} exists and is not an unfinished conversion: move it away, or name another target."
+            )
+        if self._restart:
+            if self.checkpoint.is_dir():
+                (self.checkpoint / CONFIG_NAME).unlink(missing_ok=True)  # first, so that the rest is no checkpoint
+                shutil.rmtree(self.checkpoint)
+            return []
+        lines = [self._parsed(line) for line in text.splitlines(keepends=True)]
+        if lines and lines[-1] is None and not text.endswith("\n"):
+            lines.pop()  # cut short by the end of that run
+        if None in lines or (lines and "plan" not in lines[0]) or any("plan" in line for line in lines[1:]):
+            raise CheckpointError(f"{journal} is damaged: pass restart (--restart) to start again.")
+        return lines
 
-    def _note(self, line: dict) -> None:
-        self._journal.write(json.dumps(line) + "\n")
-        self._journal.flush()
+    @staticmethod
+    def _parsed(line: str) -> dict | None:
+        try:
+            content = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            return None
+        kinds = {name: type(value) for name, value in content.items()} if isinstance(content, dict) else None
+        return content if kinds in ({"plan": str}, {"shard": str, "chunk": int, "crc32": int}) else None
 
     def note_finished(self, chunk: Chunk, crc: int) -> None:
-        self._note({"shard": chunk.shard.name, "chunk": chunk.index, "crc32": crc})
+        line = {"shard": chunk.shard.name, "chunk": chunk.index, "crc32": crc}
+        self._journal.write(json.dumps(line) + "\n")
+        self._journal.flush()
 
     def publish(self) -> None:
         """Make the finished folder the target, by one rename."""
         for path in sorted(self.checkpoint.rglob("*"), reverse=True):
             if path.is_dir() or path.stat().st_nlink == 1:  # a hard link's data is the source's
-                _sync(path)
-        _sync(self.checkpoint)
+                sync(path)
+        sync(self.checkpoint)
+        self._journal.close()
         try:
             os.rename(self.checkpoint, self.target)
         except OSError as error:
             raise CheckpointError(
                 f"{self.target} could not be put in place ({error.strerror}): the finished checkpoint is in "
-                f"{self.checkpoint}."
+                f"{self.checkpoint}; move it to its place."
             ) from error
-        _sync(self.target.parent)
+        # The target is there: nothing that goes wrong from here on is a failure.
+        with suppress(OSError):
+            sync(self.target.parent)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have what was written to a file, or a folder's list of names, survive a power cut."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # folders cannot be opened on Windows
+    except PermissionError:  # folders cannot be opened on Windows
         return
     try:
         os.fsync(descriptor)
@@ -343,94 +384,99 @@ def write_weights(plan: Plan, staging: Staging, link: bool, progress: bool) -> d
     """Write all files of weights, and their index where there are several.
 
     Returns:
-        For each file its size and, unless it was linked, the CRC-32 of each chunk of about 256 MiB.
+        For each file its size and, unless it was linked, the CRC-32 of each chunk of about 256 MiB, by its first byte.
     """
     linked = [shard for shard in plan.shards if link and shard.source]
     written = [shard for shard in plan.shards if shard not in linked]
-    chunks = {shard.name: chunks_of(shard) for shard in written}
-    crcs: dict[tuple[str, int], int] = {}
     _remove_strangers(staging.checkpoint, {shard.name for shard in plan.shards})
     for shard in linked:
         place = staging.checkpoint / shard.name
         place.unlink(missing_ok=True)
         link_file(shard.source, place)
 
-    total = sum(chunk.nbytes for shard in chunks.values() for chunk in shard)
+    kept = {shard.name: _sized(staging, shard) for shard in written}
+    chunks = [chunk for shard in written for chunk in chunks_of(shard)]
+    crcs: dict[str, dict[int, int]] = {shard.name: {} for shard in written}
     stop = threading.Event()
-    descriptors = {}
-    bar = tqdm(total=total, desc="Writing weights", unit="B", unit_scale=True, disable=not progress)
-    try:
-        with Reader(plan.source) as reader, ThreadPoolExecutor(WORKERS) as executor:
-            try:
-                for shard in written:
-                    descriptors[shard.name] = _open_sized(staging, shard)
-                futures = {}
-                for chunk in (chunk for shard in chunks.values() for chunk in shard):
-                    task = executor.submit(
-                        _write_unless_finished, reader, chunk, staging, descriptors[chunk.shard.name], bar.update, stop
-                    )
-                    futures[task] = chunk
-                for future in as_completed(futures):
-                    chunk = futures[future]
-                    crc, fresh = future.result()
-                    if fresh:
-                        staging.note_finished(chunk, crc)
-                    crcs[chunk.shard.name, chunk.index] = crc
-            except BaseException:
-                stop.set()
-                executor.shutdown(cancel_futures=True)
-                raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno)} after part of it was written: make room and run it again",
-                str(staging.folder),
-            ) from error  # fmt: skip
-        raise
-    finally:
-        bar.close()
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    total = sum(chunk.nbytes for chunk in chunks)
+    with (
+        tqdm(total=total, desc="Writing weights", unit="B", unit_scale=True, disable=not progress) as bar,
+        Reader(plan.source) as reader,
+        ThreadPoolExecutor(WORKERS) as executor,
+    ):
+        try:
+            tasks = {
+                executor.submit(
+                    _write_unless_finished, reader, chunk, staging, kept[chunk.shard.name], bar.update, stop
+                ): chunk
+                for chunk in chunks
+            }
+            for task in as_completed(tasks):
+                chunk = tasks[task]
+                crc, fresh = task.result()
+                if fresh:
+                    staging.note_finished(chunk, crc)
+                crcs[chunk.shard.name][chunk.start] = crc
+        except BaseException:
+            stop.set()
+            executor.shutdown(cancel_futures=True)
+            raise
+    plan.source.check_unchanged()
 
     if len(plan.shards) > 1:
-        index = build_index({shard.name: list(shard.tensors) for shard in plan.shards})
-        (staging.checkpoint / SAFE_WEIGHTS_INDEX_NAME).write_text(index)
+        index = plan.index_text or build_index({shard.name: list(shard.tensors) for shard in plan.shards})
+        write_text(staging.checkpoint / SAFE_WEIGHTS_INDEX_NAME, index)
+    for shard in written:  # before the config, without which this is no checkpoint
+        sync(staging.checkpoint / shard.name)
     return {
         shard.name: {"size": shard.nbytes, "linked": True}
         if shard in linked
         else {
             "size": shard.nbytes,
-            "crc32": [f"{crcs[shard.name, index]:08x}" for index in range(len(chunks[shard.name]))],
+            "crc32": {str(start): f"{crc:08x}" for start, crc in sorted(crcs[shard.name].items())},
         }
         for shard in plan.shards
     }
 
 
 def _remove_strangers(folder: Path, names: set[str]) -> None:
-    """What an interrupted run left, other than weights, is written again."""
-    for path in folder.iterdir():
+    """What an interrupted run left, other than weights, is written again; the config goes first."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != CONFIG_NAME):
         if path.name not in names:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _open_sized(staging: Staging, shard: Shard) -> int:
-    """The file of a shard, at its full size."""
+def _sized(staging: Staging, shard: Shard) -> bool:
+    """Have the file of a shard there at its full size. Returns whether it was there before."""
     path = staging.checkpoint / shard.name
-    kept = path.is_file() and path.stat().st_nlink == 1 and path.stat().st_size == shard.nbytes
-    if not kept:
-        path.unlink(missing_ok=True)
-        staging.finished = {key: crc for key, crc in staging.finished.items() if key[0] != shard.name}
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-    os.ftruncate(descriptor, shard.nbytes)
-    return descriptor
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == shard.nbytes:
+            return True
+        path.unlink()
+    staging.finished = {key: crc for key, crc in staging.finished.items() if key[0] != shard.name}
+    with open(path, "xb") as created:
+        created.truncate(shard.nbytes)
+    return False
 
 
-def _write_unless_finished(reader, chunk: Chunk, staging: Staging, descriptor: int, advance, stop) -> tuple[int, bool]:
+def _write_unless_finished(
+    reader: Reader, chunk: Chunk, staging: Staging, kept: bool, advance: Callable, stop: threading.Event
+) -> tuple[int, bool]:
+    path = staging.checkpoint / chunk.shard.name
     crc = staging.finished.get((chunk.shard.name, chunk.index))
-    if crc is not None and crc_of(staging.checkpoint / chunk.shard.name, chunk.start, chunk.nbytes) == crc:
+    if crc is not None and crc_of(path, chunk.start, chunk.nbytes) == crc:
         advance(chunk.nbytes)
         return crc, False
-    return write_chunk(reader, chunk, descriptor, advance, stop), True
+    descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        return write_chunk(reader, chunk, descriptor, kept, advance, stop), True
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_files(plan: Plan, staging: Staging) -> None:
@@ -439,4 +485,4 @@ def write_files(plan: Plan, staging: Staging) -> None:
         place = staging.checkpoint / name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(plan.source.folder / original, place)
-    (staging.checkpoint / CONFIG_NAME).write_text(plan.config_text or plan.config.to_json_string())
+    write_text(staging.checkpoint / CONFIG_NAME, plan.config_text or plan.config.to_json_string())

@@ -31,7 +31,7 @@ def layers_argument(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        if first > last or last >= 10_000:
             raise argparse.ArgumentTypeError(f"expected layers such as 0-3,7 (counted from 0), got {text!r}")
         layers.update(range(first, last + 1))
     return sorted(layers)
@@ -106,9 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         from . import demo
 
         return demo.run()
-    from .conversion.command import run
-
     try:
+        from .conversion.command import run
+
         return run(args)
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on from here", file=sys.stderr)
