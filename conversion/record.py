@@ -3,9 +3,10 @@
 import json
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData
 
 from .errors import CheckpointError, shown
 from .headers import DTYPES, strict_json
@@ -120,12 +121,9 @@ def write_card(plan: Plan, record: dict, folder: Path) -> None:
     on_the_hub = "/" in source.name and source.commit is not None
     carried = {}
     if (source.folder / "README.md").is_file():
-        try:
-            carried = metadata_load(source.folder / "README.md") or {}
-        except OSError:
-            raise
-        except Exception:  # a card whose metadata cannot be read has none to carry
-            carried = {}
+        text = (source.folder / "README.md").read_bytes().decode(errors="replace")
+        with suppress(Exception):  # a card whose metadata cannot be read has none to carry
+            carried = ModelCard(text).data.to_dict()
     metadata = ModelCardData(
         base_model=source.name if on_the_hub else None,
         library_name="transformers",
