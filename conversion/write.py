@@ -10,8 +10,9 @@ import shutil
 import stat
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -397,12 +398,15 @@ def write_weights(plan: Plan, staging: Staging, link: bool, progress: bool) -> d
     kept = {shard.name: _sized(staging, shard) for shard in written}
     chunks = [chunk for shard in written for chunk in chunks_of(shard)]
     crcs: dict[str, dict[int, int]] = {shard.name: {} for shard in written}
+    counts = Counter(chunk.shard.name for chunk in chunks)
+    synced: list[Future] = []
     stop = threading.Event()
     total = sum(chunk.nbytes for chunk in chunks)
     with (
         tqdm(total=total, desc="Writing weights", unit="B", unit_scale=True, disable=not progress) as bar,
         Reader(plan.source) as reader,
         ThreadPoolExecutor(WORKERS) as executor,
+        ThreadPoolExecutor(1) as syncing,
     ):
         try:
             tasks = {
@@ -417,6 +421,11 @@ def write_weights(plan: Plan, staging: Staging, link: bool, progress: bool) -> d
                 if fresh:
                     staging.note_finished(chunk, crc)
                 crcs[chunk.shard.name][chunk.start] = crc
+                if len(crcs[chunk.shard.name]) == counts[chunk.shard.name]:
+                    # While others are written. Before the config, without which this is no checkpoint.
+                    synced.append(syncing.submit(sync, staging.checkpoint / chunk.shard.name))
+            for task in synced:
+                task.result()
         except BaseException:
             stop.set()
             executor.shutdown(cancel_futures=True)
@@ -426,8 +435,6 @@ def write_weights(plan: Plan, staging: Staging, link: bool, progress: bool) -> d
     if len(plan.shards) > 1:
         index = plan.index_text or build_index({shard.name: list(shard.tensors) for shard in plan.shards})
         write_text(staging.checkpoint / SAFE_WEIGHTS_INDEX_NAME, index)
-    for shard in written:  # before the config, without which this is no checkpoint
-        sync(staging.checkpoint / shard.name)
     return {
         shard.name: {"size": shard.nbytes, "linked": True}
         if shard in linked
