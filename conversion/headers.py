@@ -27,7 +27,8 @@ MAX_HEADER = 100_000_000  # as in the safetensors library
 class Tensor:
     """A tensor in a file of weights: `dtype` as safetensors spells it, and where its bytes start in the file.
 
-    `start` is None in a pickle, whose tensors are read through torch.
+    `start` is None for a tensor in a pickle whose bytes do not lie in the file one after the other; it is read through
+    torch.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Weights in pickles (`.bin`), read by torch with `weights_only` and mapped from the file."""
 
 import re
+import struct
 import zipfile
 from pathlib import Path
 
@@ -27,6 +28,35 @@ def _reason(error: Exception) -> str:
 def _is_plain(name, value) -> bool:
     is_tensor = isinstance(name, str) and isinstance(value, torch.Tensor)
     return is_tensor and value.layout is torch.strided and value.device.type == "cpu"
+
+
+def _base_of_the_mapping(file: Path, weights: dict[str, torch.Tensor]) -> int | None:
+    """The address that byte 0 of the file is mapped to, or None where it cannot be told for certain.
+
+    Every storage is a record of the file, stored as it is. If records and storages, in their orders, are all the same
+    distance apart, that distance is it.
+    """
+    starts = []
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
+        for record in archive.infolist():
+            if "/data/" in record.filename and record.file_size:
+                opened.seek(record.header_offset + 26)
+                name_length, extra_length = struct.unpack("<HH", opened.read(4))
+                starts.append(record.header_offset + 30 + name_length + extra_length)
+    storages = (value.untyped_storage() for value in weights.values())
+    addresses = sorted({storage.data_ptr() for storage in storages if storage.nbytes()})
+    bases = {address - start for address, start in zip(addresses, sorted(starts), strict=False)}
+    return bases.pop() if len(bases) == 1 and len(addresses) == len(starts) else None
+
+
+def _start_in_file(file: Path, value: torch.Tensor, base: int | None) -> int | None:
+    if base is None or not value.is_contiguous() or not value.numel():
+        return None
+    start = value.data_ptr() - base
+    first = value.reshape(-1)[:1].view(torch.uint8).numpy().tobytes()
+    with open(file, "rb") as opened:
+        opened.seek(start)
+        return start if opened.read(len(first)) == first else None
 
 
 class PickledTensors:
@@ -60,8 +90,10 @@ class PickledTensors:
         if unknown:
             raise CheckpointError(f"{file}: {unknown[0]}, which no weights of these models are.")
         self.weights = weights
+        base = _base_of_the_mapping(file, weights)
         self.tensors = [
-            Tensor(name, SPELLINGS[value.dtype], tuple(value.shape), file, None) for name, value in weights.items()
+            Tensor(name, SPELLINGS[value.dtype], tuple(value.shape), file, _start_in_file(file, value, base))
+            for name, value in weights.items()
         ]
 
     def are_one(self, a: str, b: str) -> bool:
