@@ -165,20 +165,21 @@ def plan_strip(
 
 
 def with_first_names(shards: tuple[Shard, ...], record: dict | None) -> tuple[tuple[Shard, ...], str | None]:
-    """The files' names before the retrofit, and their index as it was, where the record has them for these files."""
-    source = next(records(record), {}).get("source", {})
-    names = [source.get("files", {}).get(shard.origin) for shard in shards]
-    index = source.get("index")
+    """The files' names before the first retrofit, and their index as it was, where the records have them."""
+    names, index = [shard.origin for shard in shards], None
+    for earlier in records(record):
+        names = [earlier["source"]["files"].get(name) for name in names]
+        index = earlier["source"]["index"]
     known = all(is_plain_name(name) and name.endswith(".safetensors") for name in names)
     if index is None or not known or len(set(names)) < len(names):
         return shards, None
-    shards = tuple(replace(shard, name=name) for shard, name in zip(shards, names, strict=True))
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    first = tuple(replace(shard, name=name) for shard, name in zip(shards, names, strict=True))
+    weight_map = {tensor.name: shard.name for shard in first for tensor in shard.tensors}
     try:
-        recorded = strict_json(index.encode(), "the recorded index")["weight_map"]
+        same = strict_json(index.encode(), "the recorded index")["weight_map"] == weight_map
     except (ValueError, LookupError, TypeError):
-        recorded = None
-    return shards, index if recorded == weight_map else None
+        same = False
+    return (first, index) if same else (shards, None)
 
 
 def gate_name(origin: Source, layer: int) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
+from ..modeling.modeling_gated_qwen import CACHE
 from .errors import CheckpointError
 from .plan import Plan
 
@@ -97,9 +98,10 @@ def outputs_of(model, inputs: dict[str, dict], advance: Callable = lambda: None)
         advance()
     if model.can_generate():
         ids = inputs["random tokens"]["input_ids"]
-        first = model(ids[:, :-8], use_cache=True)
-        steps = [model(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(-8, -1)]
-        outputs["steps with a cache"] = torch.cat([first.logits, *steps], dim=1)
+        cache = DynamicCache(config=model.config)
+        steps = [ids[:, :-8], *ids[:, -8:].split(1, dim=1)]
+        logits = [model(step, use_cache=True, **{CACHE: cache}).logits for step in steps]
+        outputs["steps with a cache"] = torch.cat(logits, dim=1)
     return outputs
 
 

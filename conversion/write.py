@@ -432,7 +432,7 @@ def write_weights(plan: Plan, staging: Staging, link: bool, progress: bool) -> d
             raise
     plan.source.check_unchanged()
 
-    if len(plan.shards) > 1:
+    if len(plan.shards) > 1 or plan.index_text:
         index = plan.index_text or build_index({shard.name: list(shard.tensors) for shard in plan.shards})
         write_text(staging.checkpoint / SAFE_WEIGHTS_INDEX_NAME, index)
     return {

@@ -719,7 +719,7 @@ def test_headwise_to_elementwise(tmp_path, layers, scale):
     for one, other in zip(scores_of(plain), scores_of(gated), strict=True):
         assert one.shape[-1] == 1 and other.shape[-1] == 10
         assert one.std(dim=2).min() > 0.01  # no two heads alike
-        assert max_error(other, one.expand_as(other)) < 1e-6
+        assert max_error(other, one.expand_as(other)) < 5e-6  # fp32: the logits come from a wider matrix product
     assert max_error(outputs(gated), outputs(plain)) < 1e-5
     if verified:
         assert record["verification"]["max_difference"] <= record["verification"]["allowed"] < 0.01
@@ -737,7 +737,7 @@ def test_headwise_in_some_layers_to_elementwise_in_all(tmp_path, start, scale):
     first, new, last = scores_of(gated)
     assert (new == gated.config.attn_gate_scale / 2).all()
     for one, other in zip(scores_of(plain), (first, last), strict=True):
-        assert max_error(other / gated.config.attn_gate_scale, (one / scale).expand_as(other)) < 1e-6
+        assert max_error(other / gated.config.attn_gate_scale, (one / scale).expand_as(other)) < 5e-6
 
 
 @pytest.mark.parametrize(

@@ -461,3 +461,24 @@ def test_verification_finds_a_planted_error(source, tmp_path, monkeypatch):
     monkeypatch.undo()
     strip(gated, tmp_path / "stripped", restart=True)
     assert torch.equal(outputs(load(tmp_path / "stripped")), outputs(load(gated)))
+
+
+@pytest.mark.parametrize("form", ["single", "sharded"])
+@pytest.mark.parametrize("starts", [("scale", "fold"), ("fold", "scale"), ("scale", "random"), ("fold", "fold")])
+def test_two_retrofits_come_off_byte_for_byte(source, tmp_path, form, starts):
+    """Headwise gates in one layer, then elementwise ones in all: the first source comes back."""
+    folder = source("llama", form)
+    once = convert(folder, tmp_path / "once", start=starts[0], layers=[1])
+    twice = convert(once, tmp_path / "twice", "elementwise", start=starts[1])
+    check_identical(folder, strip(twice, tmp_path / "stripped"))
+
+
+def test_one_file_with_an_index_comes_back(source, tmp_path):
+    folder = Path(shutil.copytree(source("llama"), tmp_path / "source"))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(
+        load_file(folder / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors"
+    )
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_identical(folder, strip(convert(folder, tmp_path / "gated"), tmp_path / "stripped"))
