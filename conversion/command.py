@@ -1,9 +1,11 @@
-"""What `gated-qwen retrofit` and `gated-qwen strip` do with their arguments."""
+"""What the commands that convert do with their arguments."""
 
 import sys
 
 from huggingface_hub.errors import HfHubHTTPError
 
+from .export import export_checkpoint, plan_export
+from .importing import import_checkpoint, plan_import
 from .report import describe_plan, describe_result
 from .retrofit import plan_retrofit, retrofit_checkpoint
 from .strip import plan_strip, strip_checkpoint
@@ -16,9 +18,15 @@ def run(args) -> int:
     if args.command == "retrofit":
         options = {"attn_gate": args.gate, "start": args.start, "seed": args.seed, "layers": args.layers}
         plan, convert = plan_retrofit, retrofit_checkpoint
-    else:
+    elif args.command == "strip":
         options = {"force": args.force}
         plan, convert = plan_strip, strip_checkpoint
+    elif args.command == "export":
+        options = {"to": args.to}
+        plan, convert = plan_export, export_checkpoint
+    else:
+        options = {}
+        plan, convert = plan_import, import_checkpoint
     try:
         if args.dry_run:
             print(describe_plan(plan(args.source, **options, **where), args.link))

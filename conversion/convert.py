@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import demo
+from .card import CARD_NAME, card_of
 from .plan import Plan
-from .record import build_record, write_card, write_record
+from .record import build_record, write_record
 from .verify import SMALL, same_token_ids, verify
-from .write import Staging, check_target, partial_folder, write_files, write_weights
+from .write import Staging, check_target, partial_folder, write_files, write_text, write_weights
 
 OTHER_TOKEN_IDS = (
     "AutoTokenizer gives other token ids for the result than for the source, though the files are the same: "
@@ -72,6 +73,6 @@ def says_where_space_is_short(target: Path):
         raise
 
 
-def finish_retrofit(plan: Plan, record: dict, folder: Path) -> None:
-    write_card(plan, record, folder)
+def finish_with_card(plan: Plan, record: dict, folder: Path) -> None:
     write_record(record, folder)
+    write_text(folder / CARD_NAME, card_of(folder))

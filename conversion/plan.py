@@ -64,6 +64,19 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class Shifted:
+    """The numbers of a small tensor of the source plus `shift`, computed in fp64 and rounded once to `dtype`."""
+
+    tensor: Tensor
+    shift: float
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.tensor.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
 class Normal:
     """Normally distributed values: a function of `seed` alone."""
 
@@ -88,7 +101,7 @@ class Output:
 
     @property
     def is_new(self) -> bool:
-        return not any(isinstance(part, Part) for part in self.parts)
+        return not any(isinstance(part, Part | Shifted) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Plan:
     """A conversion.
 
     Args:
-        command: "retrofit" or "strip"
+        command: "retrofit", "strip", "export" or "import"
         options: what was chosen, by name
         config: of the target
         files: of the source to be copied, by their names in the target
@@ -183,6 +196,10 @@ def rows_of(tensor: Tensor, name: str, ranges: Iterable[tuple[int, int]], repeat
     parts = tuple(Part(tensor, first * row, last * row, repeat) for first, last in ranges)
     rows = sum(part.nbytes for part in parts) // row
     return Output(name, tensor.dtype, (rows, *tensor.shape[1:]), parts)
+
+
+def shifted(tensor: Tensor, shift: float, dtype: str) -> Output:
+    return Output(tensor.name, dtype, tensor.shape, (Shifted(tensor, shift, dtype),))
 
 
 def new_tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int | None = None, std: float = 0.0) -> Output:
@@ -297,13 +314,16 @@ def check_tensors(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], ti
     return dropped
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, expected: dict[str, tuple[int, ...]] | None = None) -> None:
     """Compare the plan, tensor by tensor, with the model that its config builds.
+
+    Args:
+        expected: shapes by name, where they are not those of that model
 
     Raises:
         CheckpointError: they differ, which is this program's mistake.
     """
-    expected = expected_shapes(plan.config)
+    expected = expected_shapes(plan.config) if expected is None else expected
     planned = {tensor.name: tensor.shape for tensor in plan.tensors}
     full = all(tensor.nbytes == sum(part.nbytes for part in tensor.parts) for tensor in plan.tensors)
     if planned != expected or not full:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
@@ -83,6 +84,20 @@ def scale(block: memoryview, dtype: str, factor: float) -> None:
     if dtype == "BF16":
         scaled = (scaled.view(np.uint32) >> 16).astype(np.uint16)
     block[:] = memoryview(scaled).cast("B")
+
+
+def as_dtype(numbers: np.ndarray, dtype: str) -> bytes:
+    """Numbers as the bytes of a dtype, rounded to the nearest, ties to even."""
+    if dtype != "BF16":
+        return numbers.astype(NUMPY[dtype]).tobytes()
+    return torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+
+def shift(reader: Reader, tensor: Tensor, by: float, dtype: str) -> bytes:
+    """The numbers of a small tensor plus `by`, as the bytes of a dtype."""
+    block = memoryview(bytearray(tensor.nbytes))
+    reader.read(block, tensor, 0)
+    return as_dtype(values(block, tensor.dtype).astype(np.float64) + by, dtype)
 
 
 def same_values(reader: Reader, a: Tensor, b: Tensor) -> bool:

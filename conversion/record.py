@@ -1,20 +1,16 @@
-"""What a conversion says of itself: `conversion.json` for programs, the model card for people. Only facts."""
+"""What a conversion says of itself, for programs: `conversion.json`. `card.py` says it for people."""
 
 import json
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
-
 from .errors import CheckpointError, shown
-from .headers import DTYPES, strict_json
-from .plan import Plan
+from .headers import strict_json
+from .plan import Plan, Shifted
 from .write import write_text
 
 RECORD_NAME = "conversion.json"
-CARRIED_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 def build_record(plan: Plan, files: dict[str, dict], verification: dict | None, same_token_ids: bool | None) -> dict:
@@ -38,6 +34,12 @@ def build_record(plan: Plan, files: dict[str, dict], verification: dict | None, 
         "tensors": {
             "new": [tensor.name for tensor in plan.tensors if tensor.is_new],
             "scaled": plan.scaled,
+            "shifted": {
+                output.name: part.tensor.dtype
+                for output in plan.tensors
+                for part in output.parts
+                if isinstance(part, Shifted)
+            },
             "dropped": plan.dropped,
         },
         "left_out": {shown(name): reason for name, reason in plan.left_out.items()},
@@ -106,86 +108,15 @@ def command_line(plan: Plan) -> str:
             words += ["--layers", ",".join(map(str, plan.options["layers"]))]
         if "seed" in plan.options:
             words += ["--seed", str(plan.options["seed"])]
-    elif plan.options.get("force"):
+    if plan.command == "export":
+        words += ["--to", plan.options["to"]]
+    if plan.options.get("force"):
         words.append("--force")
     return shlex.join(words)
 
 
 def write_record(record: dict, folder: Path) -> None:
     write_text(folder / RECORD_NAME, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_card(plan: Plan, record: dict, folder: Path) -> None:
-    """The model card of a retrofitted checkpoint."""
-    source, config = plan.source, plan.config
-    on_the_hub = "/" in source.name and source.commit is not None
-    carried = {}
-    if (source.folder / "README.md").is_file():
-        text = (source.folder / "README.md").read_bytes().decode(errors="replace")
-        with suppress(Exception):  # a card whose metadata cannot be read has none to carry
-            carried = ModelCard(text).data.to_dict()
-    metadata = ModelCardData(
-        base_model=source.name if on_the_hub else None,
-        library_name="transformers",
-        tags=["gated-attention", "gated_qwen"],
-        **{name: carried[name] for name in CARRIED_METADATA if name in carried},
-    )
-    layers = "all layers" if config.attn_gate_layers is None else f"layers {config.attn_gate_layers}"
-    dtypes = sorted({DTYPES[tensor.dtype] for tensor in plan.tensors})
-    base = f"[{source.name}](https://huggingface.co/{source.name})" if on_the_hub else f"`{source.name}`"
-    deviation = record["largest_deviation"]
-    bound = "not bounded" if deviation["value"] is None else f"{deviation['value']:g}"
-    rows = {
-        "source": base + (f", commit `{source.commit}`" if source.commit else ""),
-        "source model type": f"`{plan.source_config.model_type}`",
-        "gates": f"{config.attn_gate}, in {layers}",
-        "start": f"`{plan.options['start']}`" if plan.options["start"] else "none: the gates are those of the source",
-        "`attn_gate_scale`": f"{config.attn_gate_scale:g}",
-        "largest deviation from the source": f"{bound} ({deviation['meaning']})",
-        "verification": verification_in_words(record),
-        "parameters": f"{plan.total_parameters:,}, of them {plan.new_parameters:,} new",
-        "dtype": ", ".join(dtypes),
-        "made by": f"{record['made_by']}: `{record['command']}`",
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    kept = "\n\nThe source's own model card is kept as `README.source.md`." if "README.source.md" in plan.files else ""
-    text = f"""---
-{metadata.to_yaml()}
----
-
-# {source.name.rpartition("/")[2]} with {config.attn_gate} attention gates
-
-{base} with output gates put onto its attention ([arXiv 2505.06708](https://arxiv.org/abs/2505.06708)) by
-`gated_qwen`. {describe_start(plan)}
-
-| | |
-|---|---|
-{table}
-
-The details are in `conversion.json`.{kept}
-
-## Use
-
-```python
-import gated_qwen
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_ID")
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_ID")
-```
-"""
-    write_text(folder / "README.md", str(ModelCard(text)))
-
-
-def describe_start(plan: Plan) -> str:
-    if plan.options["start"] == "random":
-        return "The new gates start at small random values, so the model no longer computes what its source does."
-    if plan.rounding_only:
-        return "The gates are those of the source, in another form: the model computes what its source does."
-    return (
-        "The new gates are at their start and change nothing yet: the model computes what its source does. Further "
-        "training has to move them."
-    )
 
 
 def verification_in_words(record: dict) -> str:

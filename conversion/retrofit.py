@@ -18,7 +18,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from ..configuration import GatedQwenConfig
-from .convert import carry_out, finish_retrofit
+from .convert import carry_out, finish_with_card
 from .errors import CheckpointError
 from .families import gated_config, tokenizer_class
 from .headers import Tensor
@@ -317,5 +317,5 @@ def retrofit_checkpoint(
         verify_outputs=verify,
         restart=restart,
         progress=progress,
-        finish=finish_retrofit,
+        finish=finish_with_card,
     )

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
+from ..configuration import GatedQwenConfig
 from ..modeling.modeling_gated_qwen import CACHE
 from .errors import CheckpointError
 from .plan import Plan
@@ -43,9 +44,9 @@ PROBES = (
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def load(folder: Path, config):
+def load(folder: Path, config, dtype: str | torch.dtype = "auto"):
     head = next(head for head in AUTO_CLASSES if config.architectures[0].endswith(head))
-    return AUTO_CLASSES[head].from_pretrained(folder, dtype="auto", local_files_only=True, trust_remote_code=False)
+    return AUTO_CLASSES[head].from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
 
 
 def load_tokenizer(folder: Path):
@@ -80,7 +81,7 @@ def inputs_for(config, tokenizer, text: str) -> dict[str, dict]:
             "input_ids": random(1, 64),
             "position_ids": torch.arange(context - 32, context + 32)[None],
         }
-    window = config.sliding_window
+    window = getattr(config, "sliding_window", None)
     if window is not None and window <= 1024 and "sliding_attention" in config.layer_types:
         inputs[f"a sequence past the window of {window} tokens"] = {"input_ids": random(1, window + 40)}
     return inputs
@@ -135,17 +136,19 @@ def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
     Raises:
         CheckpointError: the difference is larger than the plan allows.
     """
-    gated = plan.config if plan.command == "retrofit" else plan.source_config
+    gated = plan.config if isinstance(plan.config, GatedQwenConfig) else plan.source_config
     inputs = inputs_for(gated, load_tokenizer(plan.source.folder), text)
+    # Other families round at other places in 16 bits; in fp32 the two are the same.
+    wide = torch.float32 if plan.command in ("export", "import") else "auto"
     show_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     bar = tqdm(total=2 * len(inputs), desc="Comparing outputs", disable=not progress)
     try:
-        model = load(plan.source.folder, plan.source_config if plan.source_config.architectures else gated)
+        model = load(plan.source.folder, plan.source_config if plan.source_config.architectures else gated, wide)
         expected, dtype = outputs_of(model, inputs, bar.update), model.dtype
         del model
         gc.collect()
-        model = load(folder, plan.config)
+        model = load(folder, plan.config, wide)
         found = outputs_of(model, inputs, bar.update)
         del model
     finally:

@@ -27,8 +27,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from .errors import CheckpointError
 from .headers import DTYPES, build_index
-from .plan import FileRange, Given, Normal, Part, Plan, Shard, Zeros, digest
-from .reader import BLOCK, Reader, scale
+from .plan import FileRange, Given, Normal, Part, Plan, Shard, Shifted, Zeros, digest
+from .reader import BLOCK, Reader, scale, shift
 
 # What one thread writes at a time, what is summed, and what is not written again after an interruption.
 CHUNK = 1 << 28
@@ -82,6 +82,8 @@ def blocks(reader: Reader, piece, first: int, last: int, buffer: memoryview) -> 
     elif isinstance(piece, Zeros):
         for start in range(first, last, BLOCK):
             yield NOTHING[: min(BLOCK, last - start)]
+    elif isinstance(piece, Shifted):
+        yield memoryview(shift(reader, piece.tensor, piece.shift, piece.dtype))
     elif isinstance(piece, Normal):
         yield from _normal(piece, buffer)
     elif isinstance(piece, Part) and piece.repeat > 1:

@@ -29,6 +29,8 @@ from .modeling import (
 __version__ = "0.1.0"
 
 from .conversion.errors import CheckpointError
+from .conversion.export import export_checkpoint, plan_export
+from .conversion.importing import import_checkpoint, plan_import
 from .conversion.in_memory import retrofit
 from .conversion.retrofit import plan_retrofit, retrofit_checkpoint
 from .conversion.strip import plan_strip, strip_checkpoint
@@ -42,6 +44,10 @@ __all__ = [
     "GatedQwenForTokenClassification",
     "GatedQwenModel",
     "GatedQwenPreTrainedModel",
+    "export_checkpoint",
+    "import_checkpoint",
+    "plan_export",
+    "plan_import",
     "plan_retrofit",
     "plan_strip",
     "retrofit",

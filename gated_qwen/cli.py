@@ -24,6 +24,20 @@ Without training, the result is the source of the retrofit, bit for bit. Gates t
 figure of what removing them would change, unless --force is given.
 """
 
+EXPORT_EXAMPLES = """\
+examples:
+  gated-qwen export ./Qwen3-8B-gated ./as-qwen3_5 --to qwen3_5
+  gated-qwen export ./Qwen3-8B-gated ./for-the-authors-code --to released
+
+qwen3_5 and qwen3_next take models with query and key norms (such as Qwen3's) and without sliding windows.
+"""
+
+IMPORT_EXAMPLES = """\
+examples:
+  gated-qwen import ./as-qwen3_5 ./native
+  gated-qwen import QwQZh/gated_attention ./native --subfolder 1B_gate_headwise
+"""
+
 
 def layers_argument(text: str) -> list[int]:
     """`0-3,7` to [0, 1, 2, 3, 7]."""
@@ -65,7 +79,23 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=STRIP_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for command in (retrofit, strip):
+    export = commands.add_parser(
+        "export",
+        help="write it in the form of Qwen3.5 or Qwen3-Next, for engines that know these, or in the authors' own",
+        description="Saves a gated_qwen checkpoint in the form of another family, which computes the same.",
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    importing = commands.add_parser(
+        "import",
+        help="the inverse: from Qwen3.5's or Qwen3-Next's form, or the authors', to the native layout",
+        description="Saves a checkpoint of the authors' form, or of Qwen3.5's or Qwen3-Next's (where all layers are "
+        "full attention), as a gated_qwen one.",
+        epilog=IMPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    conversions = (retrofit, strip, export, importing)
+    for command in conversions:
         command.add_argument("source", metavar="SOURCE", help="checkpoint folder or Hub id")
         command.add_argument("target", metavar="TARGET", help="folder to write, which must not exist yet")
     retrofit.add_argument(
@@ -81,8 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
     retrofit.add_argument(
         "--layers", type=layers_argument, metavar="LIST", help="layers with a gate, such as 0-3,7 (default: all)"
     )
+    export.add_argument(
+        "--to", choices=("qwen3_5", "qwen3_next", "released", "native"), required=True, help="the form to write"
+    )
     strip.add_argument("--force", action="store_true", help="strip gates that have moved, which changes the function")
-    for command in (retrofit, strip):
+    for command in conversions:
         command.add_argument("--revision", help="branch, tag or commit of a Hub id")
         command.add_argument("--subfolder", help="folder of the checkpoint within SOURCE")
         command.add_argument(
