@@ -13,7 +13,7 @@ from .errors import CheckpointError, shown
 from .families import read_config
 from .head_major import HEAD_MAJOR, read_head_major_config
 from .headers import DTYPES, strict_json
-from .record import read_record, records, verification_in_words
+from .record import deviation_in_words, read_record, records, verification_in_words
 
 CARRIED_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")
 CARD_NAME, SOURCE_CARD, MEASURED = "README.md", "README.source.md", "measurements.json"
@@ -85,8 +85,9 @@ def _config(checkpoint: Checkpoint):
 def _carried(folder: Path) -> dict:
     for file in (folder / SOURCE_CARD, folder / CARD_NAME):
         if file.is_file():
+            text = file.read_bytes().decode(errors="replace")
             with suppress(Exception):  # a card whose metadata cannot be read has none to carry
-                fields = ModelCard(file.read_bytes().decode(errors="replace")).data.to_dict()
+                fields = ModelCard(text).data.to_dict() if text.startswith("---") else {}
                 return {name: fields[name] for name in CARRIED_METADATA if name in fields}
     return {}
 
@@ -138,7 +139,6 @@ def _of_the_record(record: dict | None, trained: bool) -> dict[str, str]:
         return {}
     source, deviation = record["source"], record["largest_deviation"]
     fields = strict_json(source["config.json"].encode(), "the record")
-    bound = "not bounded" if deviation["value"] is None else f"{deviation['value']:g}"
     commit = f", commit `{source['commit']}`" if source["commit"] else ""
     rows = {
         "source": _place(source) + commit,
@@ -149,7 +149,7 @@ def _of_the_record(record: dict | None, trained: bool) -> dict[str, str]:
         rows["start"] = f"`{start}`" if start else "none: the gates are those of the source"
     before = ", before the weights were changed" if trained else ""
     return rows | {
-        f"largest deviation from the source{before}": f"{bound} ({deviation['meaning']})",
+        f"largest deviation from the source{before}": deviation_in_words(deviation["value"], deviation["meaning"]),
         f"verification{before}": verification_in_words(record),
         "made by": f"{record['made_by']}: `{record['command']}`",
     }

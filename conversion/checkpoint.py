@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, hf_hub_download, parse_safetensors_file_metadata, snapshot_download
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import (
     CONFIG_NAME,
@@ -99,6 +108,10 @@ def open_checkpoint(
         CheckpointError: what is there is not a checkpoint of weights that can be converted.
         OSError: it is not there, or a file cannot be read.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"`source` must be a folder or a Hub id, got a {type(source).__name__}.")
+    if subfolder and (PurePosixPath(subfolder).is_absolute() or ".." in PurePosixPath(subfolder).parts):
+        raise CheckpointError(f"{subfolder!r} is no folder within {source}: name one, from there on.")
     path = Path(source).expanduser()
     if path.is_dir():
         folder = path / subfolder if subfolder else path
@@ -112,14 +125,29 @@ def open_checkpoint(
         validate_repo_id(str(source))
     except HFValidationError:
         raise CheckpointError(f"{source} is neither a folder nor a Hub id such as user/name.") from None
-    if headers_only:
-        return _from_hub_headers(str(source), revision, subfolder, token)
     try:
+        if headers_only:
+            return _from_hub_headers(str(source), revision, subfolder, token)
         return _from_hub(str(source), revision, subfolder, token)
-    except OfflineModeIsEnabled:
-        snapshot = Path(snapshot_download(source, revision=revision, token=token, local_files_only=True))
+    except (CheckpointError, RevisionNotFoundError, EntryNotFoundError, GatedRepoError):
+        raise
+    except OfflineModeIsEnabled as error:
+        if headers_only:
+            raise FileNotFoundError(f"{source} is no folder here, and the Hub is off (HF_HUB_OFFLINE).") from error
+        try:
+            snapshot = Path(snapshot_download(source, revision=revision, token=token, local_files_only=True))
+        except LocalEntryNotFoundError as error:
+            what = "is no folder here, nor in the cache, and the Hub is off (HF_HUB_OFFLINE)"
+            raise FileNotFoundError(f"{source} {what}.") from error
         folder = snapshot / subfolder if subfolder else snapshot
         return _from_folder(folder, name=str(source), subfolder=subfolder, commit=snapshot.name)
+    except RepositoryNotFoundError as error:
+        what = "is no folder here, and no repository on the Hub that you may read"
+        raise FileNotFoundError(f"{source} {what}: correct it, or log in (hf auth login).") from error
+    except Exception as error:  # the client's own network errors are no OSErrors
+        if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError):
+            raise
+        raise OSError(f"{source} is no folder here, and the Hub cannot be reached: {shown(error)}") from error
 
 
 def _commit_of(path: Path) -> str | None:
@@ -133,7 +161,8 @@ def _from_folder(folder: Path, name: str, subfolder: str | None, commit: str | N
     for file in files:
         if not (folder / file).is_file() and not (folder / file).is_dir():
             raise CheckpointError(
-                f"{folder / file} is not a file, or a link to nothing: remove it, or get the whole checkpoint."
+                f"{shown(folder / file, 4000)} is not a file, or a link to nothing: remove it, or get the whole "
+                "checkpoint."
             )
     fields = _read_fields(folder, folder / CONFIG_NAME, files)
     checkpoint = Checkpoint(name, folder, fields, {}, {}, [], commit, subfolder)

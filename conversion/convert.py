@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
 from .. import demo
 from .card import CARD_NAME, card_of
+from .errors import CheckpointError
 from .plan import Plan
-from .record import build_record, write_record
+from .record import RECORD_NAME, build_record, write_record
 from .verify import SMALL, same_token_ids, verify
 from .write import Staging, check_target, partial_folder, write_files, write_text, write_weights
 
@@ -41,6 +44,7 @@ def carry_out(
         CheckpointError: nothing was written, or (a failed verification) nothing was published.
         OSError: reading or writing failed; another run with the same arguments goes on from there.
     """
+    check_names(plan)
     target = check_target(plan, target, link)
     if verify_outputs is None:
         verify_outputs = plan.total_parameters <= SMALL
@@ -58,6 +62,14 @@ def carry_out(
         finish(plan, record, staging.checkpoint)
         staging.publish()
     return record
+
+
+def check_names(plan: Plan) -> None:
+    """Refuse folders of the source under the names of files that are written."""
+    written = {CONFIG_NAME, CARD_NAME, RECORD_NAME, SAFE_WEIGHTS_INDEX_NAME, *(shard.name for shard in plan.shards)}
+    for name in plan.files:
+        if name.partition("/")[0] in written and "/" in name:
+            raise CheckpointError(f"{plan.source.where(name)} is in a folder named like a file: move it away.")
 
 
 @contextmanager

@@ -93,6 +93,7 @@ NOT_OURS = (
     "transformers_weights",
     "quantization_config",
     "compression_config",
+    "qkv_bias",  # of the authors' form, which is read before
 )
 
 GATED = "has gates of its own, in another layout"
@@ -155,6 +156,8 @@ def read_config(fields: dict, where: str) -> PreTrainedConfig:
     Raises:
         CheckpointError: it is of a family, or asks for a feature, that cannot be expressed; the line names it.
     """
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where} has no fields.")
     model_type = fields.get("model_type")
     gated = model_type == "gated_qwen" or (is_released(fields) and model_type in RELEASED_MODEL_TYPES)
     if not gated:
@@ -176,7 +179,8 @@ def read_config(fields: dict, where: str) -> PreTrainedConfig:
     named = isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)
     if architectures is not None and not named:
         raise CheckpointError(f"{where}: `architectures` must name one class in a list, got {shown(architectures)}.")
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads"):
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads")
+    for name in (*sizes, "max_position_embeddings"):
         value = fields.get(name)
         if value is not None and not (isinstance(value, int) and 0 < value < 2**40):
             raise CheckpointError(f"{where}: `{name}` must be a number above 0, got {shown(repr(value))}.")
@@ -209,6 +213,8 @@ def check_windows(fields: dict, model_type: str | None, where: str) -> None:
             "to it: remove it, or name the model_type that is meant."
         )
     kind = "sliding_attention" if model_type == "mistral" and window is not None else "full_attention"
+    if types is not None and not isinstance(types, list):
+        raise CheckpointError(f"{where}: `layer_types` must be a list, got {shown(types)}: correct it.")
     if model_type in ("llama", "mistral") and types is not None and set(map(str, types)) != {kind}:
         raise CheckpointError(
             f"{where}: `layer_types` must be {kind} for all layers of this {model_type} model, got "
@@ -236,7 +242,10 @@ def gated_config(
     """
     fields = source.to_dict()
     if source.model_type in FAMILIES:
-        fields |= FAMILIES[source.model_type](source)
+        try:
+            fields |= FAMILIES[source.model_type](source)
+        except Exception as error:  # fields that differ by layer, for one
+            raise CheckpointError(f"{where}: {shown(error, 400)}") from error
         fields |= {"head_dim": getattr(source, "head_dim", None), "attn_gate_bias": False}
     else:
         fields |= {"attn_gate_layers": None, "attn_gate_scale": source.attn_gate_scale}

@@ -6,6 +6,7 @@ The format: https://github.com/huggingface/safetensors#format
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -52,9 +53,9 @@ def strict_json(data: bytes, where: str):
     """JSON in UTF-8, without duplicate names and without text that cannot be written again."""
 
     def unique(pairs):
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        names = Counter(name for name, _ in pairs)
+        if len(names) < len(pairs):
+            twice = names.most_common(1)[0][0]
             raise CheckpointError(f"{where} has {shown(repr(twice))} twice: get the file again.")
         return dict(pairs)
 
@@ -112,9 +113,9 @@ def read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
             refuse(f"{name} has the data_offsets {shown(repr(offsets))}")
         tensor = Tensor(own_name, dtype, tuple(shape), file, 8 + length + offsets[0])
         if math.prod(shape) * BITS[dtype] % 8 or tensor.nbytes != offsets[1] - offsets[0]:
-            refuse(f"{name} is {dtype} {shape}, which does not fill its {offsets[1] - offsets[0]} bytes")
+            refuse(f"{name} is {dtype} {shown(shape)}, which does not fill its {offsets[1] - offsets[0]} bytes")
         if math.prod(size for size in shape if size) >= 2**63:
-            refuse(f"{name} has the shape {shape!r}")
+            refuse(f"{name} has the shape {shown(shape)}")
         tensors.append(tensor)
 
     tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))

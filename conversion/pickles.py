@@ -27,7 +27,8 @@ def _reason(error: Exception) -> str:
 
 def _is_plain(name, value) -> bool:
     is_tensor = isinstance(name, str) and isinstance(value, torch.Tensor)
-    return is_tensor and value.layout is torch.strided and value.device.type == "cpu"
+    plain = is_tensor and value.layout is torch.strided and value.device.type == "cpu"
+    return plain and not value.is_neg() and not value.is_conj()
 
 
 def _base_of_the_mapping(file: Path, weights: dict[str, torch.Tensor]) -> int | None:
@@ -38,6 +39,9 @@ def _base_of_the_mapping(file: Path, weights: dict[str, torch.Tensor]) -> int | 
     """
     starts = []
     with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+        if orders not in ([], [b"little"]):
+            return None  # torch turns the bytes around
         for record in archive.infolist():
             if "/data/" in record.filename and record.file_size:
                 opened.seek(record.header_offset + 26)
@@ -59,6 +63,13 @@ def _start_in_file(file: Path, value: torch.Tensor, base: int | None) -> int | N
         return start if opened.read(len(first)) == first else None
 
 
+def _is_zip(file: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # of some damaged directories
+        return False
+
+
 class PickledTensors:
     """The tensors of one `.bin` file. Opening it reads no tensor's data.
 
@@ -68,7 +79,7 @@ class PickledTensors:
 
     def __init__(self, file: Path):
         # The form of torch before 1.6 cannot be mapped: it would be held in memory whole.
-        if not zipfile.is_zipfile(file):
+        if not _is_zip(file):
             raise CheckpointError(
                 f"{file} is cut short, damaged, or in the form of torch before 1.6: get it again, or load it in "
                 "transformers and save_pretrained() it."
@@ -90,7 +101,10 @@ class PickledTensors:
         if unknown:
             raise CheckpointError(f"{file}: {unknown[0]}, which no weights of these models are.")
         self.weights = weights
-        base = _base_of_the_mapping(file, weights)
+        try:
+            base = _base_of_the_mapping(file, weights)
+        except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError):  # what torch does not look at
+            base = None
         self.tensors = [
             Tensor(name, SPELLINGS[value.dtype], tuple(value.shape), file, _start_in_file(file, value, base))
             for name, value in weights.items()

@@ -169,6 +169,11 @@ class Plan:
     index_text: str | None = None
     record: dict | None = None
 
+    def __str__(self) -> str:
+        from .report import describe_plan
+
+        return describe_plan(self, link=False)
+
     @property
     def tensors(self) -> list[Output]:
         return [tensor for shard in self.shards for tensor in shard.tensors]
@@ -362,4 +367,6 @@ def digest(plan: Plan) -> str:
 
     stats = sorted((str(file.resolve()), *stat) for file, stat in plan.source.stats.items())
     what = (__version__, plan.command, plan.options, plan.config.to_json_string(), plan.shards, plan.files, stats)
-    return sha256(repr(what).encode()).hexdigest()
+    # However the source's folder is spelled.
+    spelled = repr(plan.source.folder)[:-2] + "/"
+    return sha256(repr(what).replace(spelled, spelled[:11]).encode()).hexdigest()

@@ -107,9 +107,12 @@ def same_values(reader: Reader, a: Tensor, b: Tensor) -> bool:
     return all(one == other for one, other in zip(reader.blocks(a), reader.blocks(b), strict=True))
 
 
-def check_factor(reader: Reader, tensor: Tensor, factor: float) -> float:
+def check_factor(reader: Reader, tensor: Tensor, factor: float, running: str) -> float:
     """Refuse a matrix whose values times `factor` would be rounded or overflow; returns its largest sum of a row's
     absolute values.
+
+    Args:
+        running: the dtype that the model is loaded in
 
     Raises:
         CheckpointError: naming the tensor.
@@ -124,9 +127,14 @@ def check_factor(reader: Reader, tensor: Tensor, factor: float) -> float:
             scaled = values(block, tensor.dtype)
             finite = np.isfinite(weights)
             exact = (scaled * NUMPY.get(tensor.dtype, np.float32)(1 / factor) == weights) & np.isfinite(scaled)
+            if running != tensor.dtype:
+                before, after = (
+                    values(memoryview(as_dtype(numbers, running)), running) for numbers in (weights, scaled)
+                )
+                exact &= (before * factor == after) & np.isfinite(after)
         if not (exact | ~finite).all():
             raise CheckpointError(
-                f"{tensor.file}: {tensor.name} has values that times {factor:g} do not fit {DTYPES[tensor.dtype]}: "
+                f"{tensor.file}: {tensor.name} has values that times {factor:g} do not fit {DTYPES[running]}: "
                 "use the start that leaves it as it is (scale), or convert the checkpoint to another dtype first."
             )
         rows = np.abs(weights, dtype=np.float64).reshape(-1, row // (BITS[tensor.dtype] // 8))

@@ -75,6 +75,8 @@ def read_record(folder: Path | None) -> dict | None:
         whole = all(isinstance(part, dict) for part in (source, options, tensors, files)) and (
             isinstance(source.get("config.json"), str)
             and isinstance(tensors.get("new"), list)
+            and all(isinstance(name, str) for name in tensors["new"])
+            and all(_is_of_a_file(entry) for entry in files.values())
             and (options.get("start") != "random" or isinstance(options.get("seed"), int))
             and isinstance(source.get("files"), dict)
             and isinstance(source.get("index"), str | None)
@@ -82,6 +84,14 @@ def read_record(folder: Path | None) -> dict | None:
         if not whole:
             raise CheckpointError(f"{file} is damaged: move it away, then it is not used.")
     return record
+
+
+def _is_of_a_file(entry) -> bool:
+    """Whether this is what a record says of a file of weights."""
+    if not (isinstance(entry, dict) and isinstance(entry.get("size"), int)):
+        return False
+    crcs = entry.get("crc32", {})
+    return isinstance(crcs, dict) and all(k.isdecimal() and isinstance(v, str) for k, v in crcs.items())
 
 
 def records(record: dict | None) -> Iterator[dict]:
@@ -117,6 +127,12 @@ def command_line(plan: Plan) -> str:
 
 def write_record(record: dict, folder: Path) -> None:
     write_text(folder / RECORD_NAME, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def deviation_in_words(value: float | None, meaning: str) -> str:
+    if value is None:
+        return meaning if meaning.startswith("none but rounding") else f"not bounded: {meaning}"
+    return f"{value:g}: {meaning}"
 
 
 def verification_in_words(record: dict) -> str:

@@ -1,7 +1,7 @@
 """Plans and results in words, for the command line."""
 
 from .plan import Plan
-from .record import verification_in_words
+from .record import deviation_in_words, verification_in_words
 
 
 def size(nbytes: int) -> str:
@@ -26,8 +26,7 @@ def describe_plan(plan: Plan, link: bool) -> str:
         ]
     else:
         lines.append(f"target      {config.model_type}")
-    bound = "no bound" if plan.deviation is None else f"{plan.deviation:g}"
-    lines.append(f"deviation   {bound}: {plan.deviation_note}")
+    lines.append(f"deviation   {deviation_in_words(plan.deviation, plan.deviation_note)}")
     new = f", of them {plan.new_parameters:,} new" if plan.new_parameters else ""
     lines.append(f"parameters  {plan.total_parameters:,}{new}")
     for shard in plan.shards:
@@ -52,16 +51,15 @@ def describe_plan(plan: Plan, link: bool) -> str:
 def describe_result(record: dict, target) -> str:
     """What a conversion did."""
     parameters, deviation = record["parameters"], record["largest_deviation"]
-    bound = "no bound" if deviation["value"] is None else f"{deviation['value']:g}"
     linked = sum(file.get("linked", False) for file in record["files"].values())
     written = sum(file["size"] for file in record["files"].values() if not file.get("linked"))
     verified = verification_in_words(record)
     lines = [
         f"wrote       {target}",
-        f"weights     {len(record['files'])} files, {size(written)} written"
+        f"weights     {len(record['files'])} file{'s' * (len(record['files']) != 1)}, {size(written)} written"
         + (f", {linked} linked to the source" if linked else ""),
         f"parameters  {parameters['all']:,}" + (f", of them {parameters['new']:,} new" if parameters["new"] else ""),
-        f"deviation   {bound}: {deviation['meaning']}",
+        f"deviation   {deviation_in_words(deviation['value'], deviation['meaning'])}",
         f"verified    {verified}" + ("" if record["verification"] else " (--verify loads both models and compares)"),
     ]
     lines += [f"left out    {name}: {reason}" for name, reason in sorted(record["left_out"].items())]

@@ -7,9 +7,9 @@ A zero gate alone halves the attention output, since sigmoid(0) = 1/2. Two start
             are zero or at least 2^-125). In fp16, halving an attention output below 2^-13 loses its last bit; how far
             that can reach is computed and recorded
 
-Both rest on powers of two only moving a number's exponent. `random` starts with small random gates, whose factors are
-near 1, and changes the function. Gates that the source already has keep their values; a headwise one becomes
-elementwise by repeating its rows head_dim times.
+Both rest on powers of two only moving a number's exponent. `random` starts with gates as in an untrained model, whose
+factors may be anywhere between 0 and 2, and changes the function. Gates that the source already has keep their values;
+a headwise one becomes elementwise by repeating its rows head_dim times.
 """
 
 import math
@@ -21,7 +21,7 @@ from ..configuration import GatedQwenConfig
 from .convert import carry_out, finish_with_card
 from .errors import CheckpointError
 from .families import gated_config, tokenizer_class
-from .headers import Tensor
+from .headers import DTYPES, Tensor
 from .plan import Output, Plan, check_plan, copy_of, expected_shapes, new_tensor, other_files, rows_of, shards_of
 from .reader import Reader, check_factor
 from .record import RECORD_NAME
@@ -53,7 +53,8 @@ def gate_fields(
     everything = list(range(source.num_hidden_layers))
     wanted = everything if layers is None else sorted(set(layers))
     if not wanted or not set(wanted) <= set(everything):
-        raise ValueError(f"`layers` must be between 0 and {len(everything) - 1}, counted from 0, got {layers}.")
+        odd = next(iter(sorted(set(wanted) - set(everything), reverse=True)), "none")
+        raise ValueError(f"`layers` must be between 0 and {len(everything) - 1}, counted from 0, got {odd}.")
     gated = []
     if isinstance(source, GatedQwenConfig):
         gated = [layer for layer in everything if source.is_gated_layer(layer)]
@@ -228,7 +229,7 @@ def gate_of(tensor: Tensor, name: str, ranges: list, config: GatedQwenConfig, re
 
 def start_deviation(start: str, repeated: bool) -> tuple[float | None, str]:
     if start == "random":
-        return None, "each new gate multiplies its head's output by a factor between 0 and 2, near 1 at the start"
+        return None, "each new gate multiplies its head's output by a factor between 0 and 2"
     if repeated:
         return None, "none but rounding: the gate's logits come from a wider matrix product of the same rows"
     return 0.0, "the logits are those of the source, bit for bit"
@@ -239,11 +240,13 @@ def settle_scaled(plan: Plan) -> Plan:
     if not plan.scaled:
         return plan
     bound = 0.0
+    # What the model computes in, where its config names another dtype than its file has.
+    running = next((spelling for spelling, name in DTYPES.items() if str(plan.config.dtype) == f"torch.{name}"), None)
     with Reader(plan.source) as reader:
         for name, factor in plan.scaled.items():
             tensor = plan.source.tensors[name]
-            rows = check_factor(reader, tensor, factor)
-            if tensor.dtype == "F16":
+            rows = check_factor(reader, tensor, factor, running or tensor.dtype)
+            if (running or tensor.dtype) == "F16":
                 bound = max(bound, rows * factor * HALF_SUBNORMAL)
     if bound == 0 or plan.deviation is None:
         return plan
@@ -280,7 +283,8 @@ def retrofit_checkpoint(
         start (`str`, defaults to `"scale"`): `"scale"` and `"fold"` leave the function as it is, exactly (the module's
             docstring says how, and what fp16 can lose under fold); `"random"` does not
         seed (`int`, defaults to 0): of `start="random"`; each gate's values depend on it and on the tensor's name
-        layers (`list[int]`, *optional*): the layers that have a gate in the result, counted from 0. `None`: all
+        layers (`list[int]`, *optional*): all layers that have a gate in the result, counted from 0, those that the
+            source has gates in among them. `None`: all
         link (`bool`, defaults to `False`): share the data of files that do not change with the source, by reflink or
             else by **hard link**: then a program that edits one of these files in place changes both checkpoints.
             Programs that replace files, as `save_pretrained` does, do not.

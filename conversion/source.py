@@ -18,6 +18,10 @@ from .record import read_record
 GATE_FIELDS = ("attn_gate", "attn_gate_scale", "attn_gate_bias", "attn_gate_layers")
 
 
+# Of models with a head, of those without, and of stock classifiers from before they were alike.
+PREFIXES = ("model.", "", "transformer.")
+
+
 @dataclass
 class Source:
     """A checkpoint to be converted.
@@ -82,6 +86,11 @@ def open_source(source, *, revision=None, subfolder=None, token=None, headers_on
     config = read_config(checkpoint.fields, where)
     check_layers(checkpoint, config, where)
     prefix = prefix_of(checkpoint.tensors)
+    if prefix not in PREFIXES:
+        raise CheckpointError(
+            f"{checkpoint.where('')}: the names of its tensors start with {shown(prefix)}, which transformers does "
+            "not know: load it in what saved it, and save the model inside."
+        )
     gates = {name: getattr(config, name) for name in GATE_FIELDS} if isinstance(config, GatedQwenConfig) else {}
     default_head = "ForCausalLM" if prefix else "Model"
     gated = gated_config(config, where, default_head, **(gates or {"attn_gate": None}))

@@ -10,6 +10,7 @@ can express it (Llama, Mistral, Qwen2, Qwen3), or a gated_qwen model without gat
 
 import dataclasses
 import gc
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,12 @@ def ungated_config(origin: Source) -> tuple[PreTrainedConfig, str | None]:
     for record in records(origin.record):
         text = record["source"]["config.json"]
         try:
-            recorded = read_config(strict_json(text.encode(), "the record"), "the record")
+            fields = strict_json(text.encode(), "the record")
+            recorded = read_config(fields, "the record")
+            if "auto_map" in fields:  # it names code, which did not come through
+                text = json.dumps({name: v for name, v in fields.items() if name != "auto_map"}, indent=2) + "\n"
+            if recorded.architectures is None:
+                recorded.architectures = [CLASS_NAMES[recorded.model_type] + head]
             if recorded.model_type in FAMILIES or (recorded.attn_gate is None and not recorded._is_released):
                 if _says(gated_config(recorded, default_head=head), config, everything=True):
                     return recorded, text
@@ -158,7 +164,8 @@ def plan_strip(
     )
     check_plan(plan)
     if headers_only:
-        return plan
+        note = "not known from headers alone; 0 where the gates are at their start, else it is refused"
+        return replace(plan, deviation=None, deviation_note=note)
     if exact:
         plan = settle_scaled(plan)
     return settle_gates(plan, origin, seeds, force)

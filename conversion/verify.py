@@ -7,6 +7,7 @@ is a sliding window of at most 1024 tokens, a sequence longer than it.
 
 import gc
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from transformers.utils import logging
 
 from ..configuration import GatedQwenConfig
 from ..modeling.modeling_gated_qwen import CACHE
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .plan import Plan
 
 # Models of up to so many parameters are verified unless that is declined.
@@ -46,7 +47,23 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torc
 
 def load(folder: Path, config, dtype: str | torch.dtype = "auto"):
     head = next(head for head in AUTO_CLASSES if config.architectures[0].endswith(head))
-    return AUTO_CLASSES[head].from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    model = AUTO_CLASSES[head].from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+    )
+    model.set_attn_implementation("sdpa")  # where the config has another one
+    return model
+
+
+@contextmanager
+def says_what_cannot_run(folder: Path):
+    try:
+        yield
+    except Exception as error:  # whatever its files lead transformers to
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CheckpointError(
+            f"transformers cannot run {folder}: {shown(error, 400)}. Mend it, or pass verify=False (--no-verify)."
+        ) from error
 
 
 def load_tokenizer(folder: Path):
@@ -61,6 +78,14 @@ def load_tokenizer(folder: Path):
         return None
 
 
+def token_ids(tokenizer, text: str, **options) -> list[int] | None:
+    """None where the tokenizer has no token for something in the text."""
+    try:
+        return tokenizer(text, **options).input_ids
+    except Exception:  # its library raises plain ones
+        return None
+
+
 def inputs_for(config, tokenizer, text: str) -> dict[str, dict]:
     """The inputs to compare on, by what they are."""
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +95,7 @@ def inputs_for(config, tokenizer, text: str) -> dict[str, dict]:
 
     inputs = {"random tokens": {"input_ids": random(2, 64)}}
     if tokenizer is not None:
-        ids = tokenizer(text, add_special_tokens=False).input_ids[:256]
+        ids = (token_ids(tokenizer, text, add_special_tokens=False) or [])[:256]
         if ids and max(ids) < config.vocab_size:
             inputs["text"] = {"input_ids": torch.tensor([ids])}
     context = config.max_position_embeddings
@@ -95,13 +120,13 @@ def outputs_of(model, inputs: dict[str, dict], advance: Callable = lambda: None)
     for name, given in inputs.items():
         if model.config.pad_token_id is None and "score.weight" in dict(model.named_parameters()):
             given = {key: value[:1] for key, value in given.items()}  # classifiers take batches only with a pad token
-        outputs[name] = model(**given, use_cache=False)[0]
+        outputs[name] = model(**given, use_cache=False, return_dict=True)[0]
         advance()
     if model.can_generate():
         ids = inputs["random tokens"]["input_ids"]
         cache = DynamicCache(config=model.config)
         steps = [ids[:, :-8], *ids[:, -8:].split(1, dim=1)]
-        logits = [model(step, use_cache=True, **{CACHE: cache}).logits for step in steps]
+        logits = [model(step, use_cache=True, return_dict=True, **{CACHE: cache}).logits for step in steps]
         outputs["steps with a cache"] = torch.cat(logits, dim=1)
     return outputs
 
@@ -123,7 +148,7 @@ def same_token_ids(plan: Plan, folder: Path, text: str) -> bool | None:
         return None
     converted = load_tokenizer(folder)
     probes = (text, *PROBES)
-    return converted is not None and all(tokenizer(probe).input_ids == converted(probe).input_ids for probe in probes)
+    return converted is not None and all(token_ids(tokenizer, p) == token_ids(converted, p) for p in probes)
 
 
 def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
@@ -144,12 +169,14 @@ def verify(plan: Plan, folder: Path, text: str, progress: bool = False) -> dict:
     logging.disable_progress_bar()
     bar = tqdm(total=2 * len(inputs), desc="Comparing outputs", disable=not progress)
     try:
-        model = load(plan.source.folder, plan.source_config if plan.source_config.architectures else gated, wide)
-        expected, dtype = outputs_of(model, inputs, bar.update), model.dtype
+        with says_what_cannot_run(plan.source.folder):
+            model = load(plan.source.folder, plan.source_config if plan.source_config.architectures else gated, wide)
+            expected, dtype = outputs_of(model, inputs, bar.update), model.dtype
         del model
         gc.collect()
-        model = load(folder, plan.config, wide)
-        found = outputs_of(model, inputs, bar.update)
+        with says_what_cannot_run(folder):
+            model = load(folder, plan.config, wide)
+            found = outputs_of(model, inputs, bar.update)
         del model
     finally:
         bar.close()

@@ -4,6 +4,7 @@ TARGET.partial/journal.jsonl    what is being converted, then a line for each fi
 TARGET.partial/checkpoint/      becomes TARGET; has no config.json before all weights are there
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -23,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers import GenerationConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from .errors import CheckpointError
 from .headers import DTYPES, build_index
@@ -35,6 +37,7 @@ CHUNK = 1 << 28
 WORKERS = min(4, os.cpu_count() or 1)
 JOURNAL, NEW_JOURNAL, STAGED = "journal.jsonl", "journal.new", "checkpoint"
 NOTHING = memoryview(bytes(BLOCK))
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -216,11 +219,14 @@ def check_target(plan: Plan, target, link: bool) -> Path:
         raise CheckpointError(
             f"the source {source} lies in {partial}, where {target} would be prepared: name another target."
         )
+    for file in plan.source.stats:
+        if any(folder in file.resolve().parents for folder in (target, partial)):
+            raise CheckpointError(f"{file} is a link into {target} or {partial}: name another target.")
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise CheckpointError(f"{partial}, where {target} would be prepared, is not a folder: move it away.")
     if target.is_dir():
         if any(target.iterdir()):
-            if (partial / JOURNAL).is_file() and not (partial / STAGED).exists():
+            if is_finished(partial):
                 shutil.rmtree(partial)  # what is left where a run ended between its last two steps
                 raise CheckpointError(f"{target} was finished by an earlier run: it is complete.")
             raise CheckpointError(f"{target} exists and is not empty: remove it, or name another folder.")
@@ -245,10 +251,29 @@ def check_target(plan: Plan, target, link: bool) -> Path:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(
-            f"{parent} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed: make room, or name another "
-            "target."
+            f"{parent} has {free / 1e6:,.1f} MB free and {needed / 1e6:,.1f} MB are needed: make room, or name "
+            "another target."
         )
     return target
+
+
+def is_finished(partial: Path) -> bool:
+    """Whether a conversion's folder holds nothing but its journal."""
+    journal = partial / JOURNAL
+    if journal.is_symlink() or not journal.is_file() or [path.name for path in partial.iterdir()] != [JOURNAL]:
+        return False
+    lines = journal.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return bool(lines) and None not in map(parse_line, lines) and "plan" in parse_line(lines[0])
+
+
+def parse_line(line: str) -> dict | None:
+    """A line of a journal, or None where it is not a whole one."""
+    try:
+        content = json.loads(line) if line.endswith("\n") else None
+    except (ValueError, RecursionError):
+        return None
+    kinds = {name: type(value) for name, value in content.items()} if isinstance(content, dict) else None
+    return content if kinds in ({"plan": str}, {"shard": str, "chunk": int, "crc32": int}) else None
 
 
 class Staging:
@@ -269,12 +294,13 @@ class Staging:
             lines = self._lines_of_an_earlier_run()
             if lines and lines[0] != started:
                 raise CheckpointError(
-                    f"{self.folder} holds an unfinished conversion of another source, or with other options: finish "
-                    "that one, or pass restart (--restart) to discard it."
+                    f"{self.folder} holds an unfinished conversion of another source, of this one before it changed, "
+                    "or with other options: finish that one, or pass restart (--restart) to discard it."
                 )
             self.finished = {(line["shard"], line["chunk"]): line["crc32"] for line in lines[1:]}
             # Without a last line that was cut short; and there before any weights, so that they are known to be ours.
             whole = "".join(json.dumps(line) + "\n" for line in lines or [started])
+            (self.folder / NEW_JOURNAL).unlink(missing_ok=True)  # it may be a link
             write_text(self.folder / NEW_JOURNAL, whole)
             os.replace(self.folder / NEW_JOURNAL, self.folder / JOURNAL)
             self._journal = stack.enter_context(open(self.folder / JOURNAL, "a", encoding="utf-8"))
@@ -307,6 +333,7 @@ class Staging:
         journal = self.folder / JOURNAL
         text = journal.read_text(encoding="utf-8", errors="replace") if journal.is_file() else ""
         strangers = {path.name for path in self.folder.iterdir()} - {JOURNAL, NEW_JOURNAL, STAGED}
+        strangers |= {name for name in (JOURNAL, NEW_JOURNAL) if (self.folder / name).is_symlink()}
         staged = self.checkpoint.is_symlink() or (self.checkpoint.exists() and any(self.checkpoint.iterdir()))
         if strangers or (staged and not text.strip()) or self.checkpoint.is_symlink():
             raise CheckpointError(
@@ -317,21 +344,12 @@ class Staging:
                 (self.checkpoint / CONFIG_NAME).unlink(missing_ok=True)  # first, so that the rest is no checkpoint
                 shutil.rmtree(self.checkpoint)
             return []
-        lines = [self._parsed(line) for line in text.splitlines(keepends=True)]
+        lines = [parse_line(line) for line in text.splitlines(keepends=True)]
         if lines and lines[-1] is None and not text.endswith("\n"):
             lines.pop()  # cut short by the end of that run
         if None in lines or (lines and "plan" not in lines[0]) or any("plan" in line for line in lines[1:]):
             raise CheckpointError(f"{journal} is damaged: pass restart (--restart) to start again.")
         return lines
-
-    @staticmethod
-    def _parsed(line: str) -> dict | None:
-        try:
-            content = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            return None
-        kinds = {name: type(value) for name, value in content.items()} if isinstance(content, dict) else None
-        return content if kinds in ({"plan": str}, {"shard": str, "chunk": int, "crc32": int}) else None
 
     def note_finished(self, chunk: Chunk, crc: int) -> None:
         line = {"shard": chunk.shard.name, "chunk": chunk.index, "crc32": crc}
@@ -494,4 +512,18 @@ def write_files(plan: Plan, staging: Staging) -> None:
         place = staging.checkpoint / name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(plan.source.folder / original, place)
+    if settings := generation_settings(plan):
+        write_text(staging.checkpoint / GENERATION_CONFIG_NAME, settings)
     write_text(staging.checkpoint / CONFIG_NAME, plan.config_text or plan.config.to_json_string())
+
+
+def generation_settings(plan: Plan) -> str | None:
+    """A generation_config.json for a source that has its settings in config.json, where ours does not keep them."""
+    own = {field.name for field in dataclasses.fields(plan.source_config)}
+    names = GenerationConfig().to_dict().keys() - own - {"transformers_version", "_from_model_config"}
+    asked = {name: value for name, value in plan.source.fields.items() if name in names and value is not None}
+    if GENERATION_CONFIG_NAME in plan.files or not asked or plan.config_text:
+        return None
+    fields = plan.source_config.to_dict()
+    tokens = {name: fields[name] for name in TOKEN_IDS if fields.get(name) is not None}
+    return GenerationConfig(**{**tokens, **asked}).to_json_string()

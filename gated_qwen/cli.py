@@ -4,6 +4,8 @@ import argparse
 import re
 import sys
 
+from . import __version__
+
 RETROFIT_EXAMPLES = """\
 examples:
   gated-qwen retrofit HuggingFaceTB/SmolLM2-135M-Instruct smollm2-gated
@@ -55,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gated-qwen", description="Gated softmax attention as a transformers model family."
     )
+    parser.add_argument("--version", action="version", version=f"gated_qwen {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "demo",
@@ -105,11 +108,14 @@ def build_parser() -> argparse.ArgumentParser:
     retrofit.add_argument(
         "--start", choices=("scale", "fold", "random"), default="scale",
         help="scale (default): exact in every dtype, no tensor changes; fold: for a plain sigmoid, o_proj doubled, "
-        "exact in fp32 and bf16; random: small random gates, not exact",
+        "exact in fp32 and bf16; random: as in an untrained model, not exact",
     )  # fmt: skip
     retrofit.add_argument("--seed", type=int, default=0, help="of --start random (default 0)")
     retrofit.add_argument(
-        "--layers", type=layers_argument, metavar="LIST", help="layers with a gate, such as 0-3,7 (default: all)"
+        "--layers",
+        type=layers_argument,
+        metavar="LIST",
+        help="all layers that have a gate in the result, such as 0-3,7 (default: all)",
     )
     export.add_argument(
         "--to", choices=("qwen3_5", "qwen3_next", "released", "native"), required=True, help="the form to write"

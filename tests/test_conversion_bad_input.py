@@ -1078,7 +1078,7 @@ def test_too_little_space(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     target = tmp_path / "new" / "target"
-    refusal(source, str(tmp_path), "GB free", "are needed", "make room", target=target)
+    refusal(source, str(tmp_path), "MB free", "are needed", "make room", target=target)
     assert asked == [tmp_path] and not target.parent.exists()
 
 
@@ -1094,9 +1094,9 @@ def test_too_little_space(source, tmp_path, monkeypatch):
         ({"start": "zero"}, "`start` must be one of 'scale', 'fold', 'random', got 'zero'"),
         ({"start": None}, "got None"),
         ({"layers": []}, "`layers` must be between 0 and 2"),
-        ({"layers": [3]}, "`layers` must be between 0 and 2, counted from 0, got [3]"),
-        ({"layers": [-1]}, "got [-1]"),
-        ({"layers": [0, 1, 2, 3]}, "got [0, 1, 2, 3]"),
+        ({"layers": [3]}, "`layers` must be between 0 and 2, counted from 0, got 3"),
+        ({"layers": [-1]}, "got -1"),
+        ({"layers": [0, 1, 2, 3]}, "got 3"),
         ({"layers": ["0"]}, "`layers`"),
         ({"layers": [0, "1"]}, "`layers`"),
         ({"layers": [0.5]}, "`layers`"),
@@ -1383,7 +1383,7 @@ def test_a_model_that_was_changed_after_it_was_built(change):
         ({"attn_gate": "both"}, "'headwise' or 'elementwise', got 'both'"),
         ({"start": "zero"}, "'scale', 'fold', 'random', got 'zero'"),
         ({"layers": []}, "`layers` must be between 0 and 2"),
-        ({"layers": [3]}, "got [3]"),
+        ({"layers": [3]}, "got 3"),
         ({"layers": [0, "1"]}, "`layers`"),
         ({"layers": 1}, "`layers`"),
     ],
@@ -1504,3 +1504,222 @@ def test_wrong_usage(arguments, capsys, tmp_path, monkeypatch):
         cli.main(arguments)
     assert error.value.code == 2 and "usage: gated-qwen" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# What lies at the place where a conversion is prepared
+
+
+def test_what_only_looks_like_a_finished_conversion_stays(source, tmp_path):
+    target, partial = tmp_path / "taken", tmp_path / "taken.partial"
+    target.mkdir()
+    partial.mkdir()
+    (target / "a").write_text("a")
+    (partial / "journal.jsonl").write_text('{"day": 1}\n')
+    (partial / "thesis.txt").write_text("all of it")
+    before = everything_in(tmp_path)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        retrofit_checkpoint(source, target)
+    (partial / "thesis.txt").unlink()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        retrofit_checkpoint(source, target)
+    assert everything_in(tmp_path).items() == {k: v for k, v in before.items() if "thesis" not in k}.items()
+
+
+@pytest.mark.parametrize("name", ["journal.new", "journal.jsonl"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_link_in_place_of_a_journal_is_not_written_through(source, tmp_path, name, restart):
+    partial = tmp_path / "target.partial"
+    partial.mkdir()
+    (partial / name).symlink_to(source / "config.json")
+    before = everything_in(source)
+    with pytest.raises(CheckpointError, match="not an unfinished conversion"):
+        retrofit_checkpoint(source, tmp_path / "target", restart=restart)
+    assert everything_in(source) == before and (partial / name).is_symlink()
+
+
+@pytest.mark.parametrize("place", ["target.partial/checkpoint", "target"])
+def test_weights_that_lie_where_the_target_is_prepared_stay(source, tmp_path, place):
+    weights = tmp_path / place / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    (source / "model.safetensors").rename(weights)
+    (source / "model.safetensors").symlink_to(weights)
+    if "partial" in place:
+        (tmp_path / "target.partial" / "journal.jsonl").write_text('{"plan": "x"}\n')
+    data = weights.read_bytes()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link into|not empty"):
+        retrofit_checkpoint(source, tmp_path / "target", restart=True)
+    assert weights.read_bytes() == data
+
+
+@pytest.mark.parametrize("name", ["README.md", "conversion.json", "model.safetensors.index.json"])
+def test_a_folder_named_like_a_file_that_is_written(source, name):
+    (source / name).mkdir()
+    (source / name / "file.txt").write_text("a")
+    refusal(source, "in a folder named like a file", name)
+
+
+# Values that only show when the model runs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [40000.0, 50.5 * 2**-24])
+def test_fold_heeds_the_dtype_that_the_config_names(source, dtype, value):
+    """Doubled and then rounded to float16, it is infinite, or not the double of what it was rounded before."""
+    change_config(source, dtype="float16")
+    weights = {name: weight.to(dtype) for name, weight in weights_of(source).items()}
+    weights = {n: torch.where(w.abs() < 1e-3, 0.5, w) if "o_proj" in n else w for n, w in weights.items()}
+    weights[OUTPUT] = torch.full_like(weights[OUTPUT], 0.5)
+    save(source, weights)
+    plan = gated_qwen.plan_retrofit(source, start="fold", headers_only=False)
+    assert 0 < plan.deviation < 0.1  # what float16 can lose running
+    weights[OUTPUT][3, 4] = value
+    save(source, weights)
+    refusal(source, OUTPUT, "float16", start="fold")
+
+
+@pytest.mark.parametrize("file", ["generation_config.json"])
+@pytest.mark.parametrize("content", ["[]", "5", '{"watermarking_config": {"a": 1}}', '{"max_new_tokens": -5}'])
+def test_a_file_that_transformers_cannot_read_is_named(source, tmp_path, file, content):
+    (source / file).write_text(content)
+    check_cannot_run(source, tmp_path)
+
+
+def test_a_config_that_transformers_cannot_run_is_named(source, tmp_path):
+    check_cannot_run(change_config(source, return_dict=False), tmp_path)
+
+
+def check_cannot_run(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="transformers cannot run .*--no-verify") as error:
+        retrofit_checkpoint(source, tmp_path / "target")
+    assert str(source) in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_implementation": "eager"},
+        {"_attn_implementation": "eager"},
+        {"attn_implementation": "flash_attention_2"},
+        {"qkv_bias": True},
+    ],
+)
+def test_settings_of_running_do_not_get_in_the_way(source, tmp_path, fields):
+    record = retrofit_checkpoint(change_config(source, **fields), tmp_path / "target", verify=True)
+    assert record["verification"]["max_difference"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": 5},
+        {"layer_types": True},
+        {"max_position_embeddings": 2**63},
+        {"max_position_embeddings": 10**30},
+        {"per_layer_config": {"1": {"sliding_window": 4}}},
+    ],
+)
+@pytest.mark.parametrize("model", ["source", "qwen3"])
+def test_a_field_of_an_odd_kind(source, models, tmp_path, model, fields):
+    folder = source if model == "source" else Path(shutil.copytree(models / "qwen3", tmp_path / "qwen3"))
+    refusal(change_config(folder, **fields), *(fields if "max" in str(fields) else ()))
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model.", "language_model.", "foo."])
+def test_a_prefix_that_transformers_does_not_know(source, prefix):
+    save(source, {prefix + name: weight for name, weight in weights_of(source).items()})
+    for weights in source.glob("*.safetensors"):
+        assert weights.exists()
+    refusal(source)
+
+
+def test_a_pickle_of_negative_views(source):
+    weights = weights_of(source)
+    weights[QUERY] = torch._neg_view(weights[QUERY])
+    torch.save(weights, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    refusal(source, "pytorch_model.bin", QUERY)
+
+
+def test_a_big_endian_pickle_is_read_as_torch_reads_it(source, tmp_path):
+    """Its first elements are zero, so that no byte of these tells the order."""
+    weights = weights_of(source)
+    for weight in weights.values():
+        weight.view(-1)[0] = 0
+    swapped = {n: w.view(torch.uint8).view(-1, 4).flip(-1).reshape(-1).view(w.dtype) for n, w in weights.items()}
+    swapped = {name: weight.view(weights[name].shape) for name, weight in swapped.items()}
+    torch.save(swapped, tmp_path / "little.bin")
+    with zipfile.ZipFile(tmp_path / "little.bin") as old, zipfile.ZipFile(source / "pytorch_model.bin", "w") as new:
+        for record in old.infolist():
+            data = b"big" if record.filename.endswith("/byteorder") else old.read(record)
+            new.writestr(record.filename, data)
+    (source / "model.safetensors").unlink()
+    loaded = torch.load(source / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(loaded[QUERY], weights[QUERY])
+    retrofit_checkpoint(source, tmp_path / "target", verify=False)
+    found = weights_of(tmp_path / "target")
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_settings_of_generation_in_the_config_come_through(source, tmp_path):
+    change_config(source, do_sample=True, temperature=0.3, top_k=7, repetition_penalty=1.5)
+    (source / "generation_config.json").unlink()
+    stock = transformers.AutoModelForCausalLM.from_pretrained(source).generation_config
+    retrofit_checkpoint(source, tmp_path / "target")
+    gated = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target").generation_config
+    names = ("do_sample", "temperature", "top_k", "repetition_penalty", "bos_token_id", "eos_token_id")
+    assert {name: getattr(gated, name) for name in names} == {name: getattr(stock, name) for name in names}
+    assert gated.top_k == 7
+
+
+def test_a_tokenizer_that_does_not_know_the_sample_text(source, tmp_path):
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                 "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+                 "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}}  # fmt: skip
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    record = retrofit_checkpoint(source, tmp_path / "target")
+    assert record["same_token_ids"] is True and "text" not in record["verification"]["inputs"]
+
+
+def test_a_shape_of_a_million_sizes_makes_a_short_line(source):
+    file = source / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [1] * 300_000, "data_offsets": [0, 8]}
+    header = json.dumps({"a": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert len(refusal(source, "does not fill")) < 1000
+
+
+def test_a_folder_beyond_the_source(source, models):
+    refusal(source, "no folder within", subfolder="../llama")
+    refusal(source, "no folder within", subfolder="/tmp")
+
+
+def test_a_model_in_place_of_its_folder(models, tmp_path):
+    with pytest.raises(ValueError, match="must be a folder or a Hub id, got a LlamaForCausalLM"):
+        retrofit_checkpoint(llama(), tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["source"].update({"config.json": "[]"}),
+        lambda record: record["source"].update({"config.json": "null"}),
+        lambda record: record["source"].update({"config.json": '{"model_type": "llama", "layer_types": 5}'}),
+        lambda record: record["tensors"].update({"new": [[]]}),
+        lambda record: record["tensors"].update({"new": [{}]}),
+        lambda record: record["files"].update({"model-00001-of-00002.safetensors": None}),
+        lambda record: record["files"].update({"model-00001-of-00002.safetensors": {}}),
+        lambda record: record["files"]["model-00001-of-00002.safetensors"].update({"crc32": [[]]}),
+    ],
+)
+def test_an_odd_record_is_refused_or_not_used(source, tmp_path, change):
+    gated = tmp_path / "gated"
+    retrofit_checkpoint(source, gated, start="random", verify=False)
+    record = json.loads((gated / "conversion.json").read_text())
+    change(record)
+    (gated / "conversion.json").write_text(json.dumps(record))
+    try:
+        strip_checkpoint(gated, tmp_path / "stripped", force=True, verify=False)
+    except CheckpointError as error:
+        assert str(error).isprintable() and "conversion.json is damaged" in str(error)

@@ -121,3 +121,16 @@ def test_what_the_hub_does_not_have_is_one_line(server, tmp_path, source, words)
         lines = [line for line in done.stderr.splitlines() if line.startswith("gated-qwen")]
         assert done.returncode == 1 and len(lines) == 1 and words in lines[0], done.stderr
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_without_a_hub_a_mistyped_folder_is_one_line(server, tmp_path, offline, dry):
+    env = {**client_env(server, tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": str(int(offline))}
+    done = subprocess.run(
+        [sys.executable, "-m", "gated_qwen", "retrofit", "user/nope", "out", *dry],
+        env=env, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "user/nope is no folder here" in lines[-1], done.stderr

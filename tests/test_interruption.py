@@ -87,7 +87,7 @@ def use_small_chunks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def carry_out(plan, target, *, link=False, restart=False, finish=convert.finish_retrofit) -> dict:
+def carry_out(plan, target, *, link=False, restart=False, finish=convert.finish_with_card) -> dict:
     return convert.carry_out(
         plan, target, link=link, verify_outputs=False, restart=restart, progress=False, finish=finish
     )
@@ -951,7 +951,7 @@ def test_a_target_that_exists_is_left_alone(source, tmp_path, make, restart):
 def test_a_target_that_appears_meanwhile_is_left_alone(plan, tmp_path, expected, make):
     def finish(*arguments):
         make(tmp_path / "target")
-        convert.finish_retrofit(*arguments)
+        convert.finish_with_card(*arguments)
 
     with pytest.raises(CheckpointError) as error:
         carry_out(plan, tmp_path / "target", finish=finish)
@@ -1233,3 +1233,13 @@ def test_the_index_holds_what_was_written(own_source, tmp_path, expected, monkey
     # Only files whose header needs no change are those of the source.
     linked = [name for name in shards if (tmp_path / "target" / name).stat().st_nlink > 1]
     assert len(linked) == (7 if options.get("link") and metadata == {"format": "pt"} else 0)
+
+
+def test_a_source_that_is_spelled_in_another_way_is_the_same(own_source, tmp_path, monkeypatch):
+    monkeypatch.chdir(own_source.parent)
+    target = tmp_path / "target"
+    digests = set()
+    for spelling in (own_source, own_source.name, f"./{own_source.name}", own_source / "." / ".." / own_source.name):
+        plan = plan_retrofit(spelling, headers_only=False)
+        digests.add(write.digest(plan))
+    assert len(digests) == 1 and not target.exists()

@@ -1232,7 +1232,7 @@ def test_record_and_card(copied, tmp_path, start):
     for word in ("elementwise", "[0, 2]", f"`{start}`", command, f"{record['parameters']['new']:,}", "bfloat16"):
         assert word in card.content, word
     deviation = card.content.split("largest deviation from the source | ")[1].split(" ")[0]
-    assert deviation == ("not" if start == "random" else "0")
+    assert deviation == ("not" if start == "random" else "0:")
     assert str(tmp_path) not in card.content
 
 

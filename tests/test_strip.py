@@ -482,3 +482,28 @@ def test_one_file_with_an_index_comes_back(source, tmp_path):
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     check_identical(folder, strip(convert(folder, tmp_path / "gated"), tmp_path / "stripped"))
+
+
+def test_a_plan_from_headers_does_not_claim_to_know_the_gates(source, tmp_path):
+    trained = train(convert(source("llama"), tmp_path / "gated"), tmp_path / "trained", lambda name: "g_proj" in name)
+    plan = strip_module.plan_strip(trained)
+    assert plan.deviation is None and "not known from headers" in plan.deviation_note
+    assert "not known from headers" in str(plan)
+
+
+def test_a_source_without_architectures_comes_back(source, tmp_path):
+    folder = Path(shutil.copytree(source("llama"), tmp_path / "source"))
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["architectures"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    check_identical(folder, strip(convert(folder, tmp_path / "gated"), tmp_path / "stripped"))
+
+
+def test_a_name_of_code_that_did_not_come_through_does_not_come_back(source, tmp_path):
+    folder = Path(shutil.copytree(source("llama"), tmp_path / "source"))
+    fields = json.loads((folder / "config.json").read_text())
+    fields["auto_map"] = {"AutoModelForCausalLM": "modeling_x.X"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "modeling_x.py").write_text("raise SystemExit")
+    stripped = strip(convert(folder, tmp_path / "gated"), tmp_path / "stripped")
+    assert json.loads((stripped / "config.json").read_text()) == {k: v for k, v in fields.items() if k != "auto_map"}
