@@ -12,6 +12,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
 from .released import GATE_FLAGS, is_released, read_released_fields
+from .saving import SavesItsCode
 
 logger = logging.get_logger(__name__)
 
@@ -22,7 +23,7 @@ OTHER_GATED_FAMILIES = ("qwen3_next", "qwen3_5", "qwen4", "afmoe", "step3", "lag
 
 
 @strict
-class GatedQwenConfig(Qwen3Config):
+class GatedQwenConfig(SavesItsCode, Qwen3Config):
     r"""
     Configuration of a [`GatedQwenModel`]: [`Qwen3Config`] with an output gate on the attention (arXiv 2505.06708), and
     with the biases and norms that Llama, Mistral and Qwen2 models differ in.

@@ -22,7 +22,14 @@ PLACEHOLDER = "PATH_OR_ID"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def card_of(folder: Path, repo_id: str | None = None, *, trained: bool = False, with_code: bool = False) -> str:
+def card_of(
+    folder: Path,
+    repo_id: str | None = None,
+    *,
+    trained: bool = False,
+    with_code: bool = False,
+    record: dict | None = None,
+) -> str:
     """The text of a card.
 
     Args:
@@ -30,9 +37,11 @@ def card_of(folder: Path, repo_id: str | None = None, *, trained: bool = False, 
         repo_id: where it will be loaded from; None leaves a placeholder
         trained: whether its weights are others than those that its record tells of
         with_code: whether it brings its own code, so that it loads without this package
+        record: of the conversion behind it, where that does not lie in the folder
     """
     checkpoint = open_checkpoint(folder)
-    record = read_record(folder)
+    beside = read_record(folder)
+    record = record or beside
     config = _config(checkpoint)
     name = _title(folder, record, repo_id)
     base = next((s["name"] for s in _sources(record) if "/" in s["name"] and s["commit"]), None)
@@ -45,7 +54,7 @@ def card_of(folder: Path, repo_id: str | None = None, *, trained: bool = False, 
     rows = {**_of_the_record(record, trained), **_of_the_model(checkpoint, config, record), **_measured(folder)}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     pointers = []
-    if record is not None:
+    if beside is not None:
         pointers.append("The details are in `conversion.json`.")
     if (folder / SOURCE_CARD).is_file():
         pointers.append(f"The source's own model card is kept as `{SOURCE_CARD}`.")

@@ -32,6 +32,7 @@ from .conversion.errors import CheckpointError
 from .conversion.export import export_checkpoint, plan_export
 from .conversion.importing import import_checkpoint, plan_import
 from .conversion.in_memory import retrofit
+from .conversion.push import push_checkpoint
 from .conversion.retrofit import plan_retrofit, retrofit_checkpoint
 from .conversion.strip import plan_strip, strip_checkpoint
 
@@ -50,6 +51,7 @@ __all__ = [
     "plan_import",
     "plan_retrofit",
     "plan_strip",
+    "push_checkpoint",
     "retrofit",
     "retrofit_checkpoint",
     "strip_checkpoint",

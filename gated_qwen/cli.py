@@ -40,6 +40,15 @@ examples:
   gated-qwen import QwQZh/gated_attention ./native --subfolder 1B_gate_headwise
 """
 
+PUSH_EXAMPLES = """\
+examples:
+  gated-qwen push ./smollm2-gated user/smollm2-gated
+  gated-qwen push ./smollm2-gated user/smollm2-gated --private --revision dev
+
+The token is that of `hf auth login`, or HF_TOKEN. With the family's code in it (--no-code leaves it out), the
+repository loads without this package, by trust_remote_code=True.
+"""
+
 
 def layers_argument(text: str) -> list[int]:
     """`0-3,7` to [0, 1, 2, 3, 7]."""
@@ -136,6 +145,21 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
         command.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
         command.add_argument("--quiet", action="store_true", help="no progress bars")
+    push = commands.add_parser(
+        "push",
+        help="push a checkpoint to the Hub, with a card of facts and the family's code",
+        description="Pushes a checkpoint folder to the Hub in one commit: weights, tokenizer, configs, a model card "
+        "made from facts, and the code by which it loads without this package. The folder is only read.",
+        epilog=PUSH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    push.add_argument("folder", metavar="FOLDER", help="checkpoint to push")
+    push.add_argument("repo_id", metavar="REPO", help="user/name, made if it is not there")
+    push.add_argument("--private", action="store_true", default=None, help="make a private repository")
+    push.add_argument("--revision", help="branch, made if it is not there")
+    push.add_argument("--message", help="of the commit")
+    push.add_argument("--no-code", dest="code", action="store_false", help="leave the family's code out")
+    push.add_argument("--dry-run", action="store_true", help="print what would go up, send nothing")
     return parser
 
 

@@ -172,7 +172,8 @@ class ChecksWhatItLoads:
         if not kwargs.get("weights_only", True):
             raise ValueError("`weights_only=False` would run whatever a pickle asks for: leave it out.")
         config = kwargs.get("config")
-        if isinstance(config, PreTrainedConfig) and not isinstance(config, cls.config_class):
+        # By type, not by class: as remote code, transformers imports the configuration's file more than once.
+        if isinstance(config, PreTrainedConfig) and config.model_type != cls.config_class.model_type:
             raise ValueError(
                 f"`config` is a {type(config).__name__}, and {cls.__name__} needs a {cls.config_class.__name__}: "
                 "leave it out, or load with AutoModelForCausalLM."

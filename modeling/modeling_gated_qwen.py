@@ -31,6 +31,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration import GatedQwenConfig
 from .loading import ChecksWhatItLoads
 from .outputs import with_gate_scores
+from .saving import PublishesItself
 
 # transformers 5.24 renamed what layers call the key/value cache.
 CACHE = "cache" if "cache" in inspect.signature(Qwen3Attention.forward).parameters else "past_key_values"
@@ -158,7 +159,7 @@ class GatedQwenDecoderLayer(Qwen3DecoderLayer):
         self.post_attention_layernorm = GatedQwenRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class GatedQwenPreTrainedModel(ChecksWhatItLoads, Qwen3PreTrainedModel):
+class GatedQwenPreTrainedModel(PublishesItself, ChecksWhatItLoads, Qwen3PreTrainedModel):
     config: GatedQwenConfig
     base_model_prefix = "model"
     _no_split_modules = ["GatedQwenDecoderLayer"]
@@ -230,15 +231,40 @@ class GatedQwenForCausalLM(GatedQwenPreTrainedModel, Qwen3ForCausalLM):
     forward = passes_on_gate_scores(Qwen3ForCausalLM.forward)
 
 
+# transformers' generic heads build their decoder through AutoModel, which as remote code would ask for trust again.
+
+
 class GatedQwenForSequenceClassification(GenericForSequenceClassification, GatedQwenPreTrainedModel):
+    def __init__(self, config: GatedQwenConfig):
+        GatedQwenPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GatedQwenModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
     forward = passes_on_gate_scores(GenericForSequenceClassification.forward)
 
 
 class GatedQwenForTokenClassification(GenericForTokenClassification, GatedQwenPreTrainedModel):
+    def __init__(self, config: GatedQwenConfig):
+        GatedQwenPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GatedQwenModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
     forward = passes_on_gate_scores(GenericForTokenClassification.forward)
 
 
 class GatedQwenForQuestionAnswering(GenericForQuestionAnswering, GatedQwenPreTrainedModel):
+    def __init__(self, config: GatedQwenConfig):
+        GatedQwenPreTrainedModel.__init__(self, config)
+        self.model = GatedQwenModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
     forward = passes_on_gate_scores(GenericForQuestionAnswering.forward)
 
 
