@@ -29,6 +29,7 @@ def card_of(
     trained: bool = False,
     with_code: bool = False,
     record: dict | None = None,
+    measured: bool = True,
 ) -> str:
     """The text of a card.
 
@@ -38,6 +39,7 @@ def card_of(
         trained: whether its weights are others than those that its record tells of
         with_code: whether it brings its own code, so that it loads without this package
         record: of the conversion behind it, where that does not lie in the folder
+        measured: whether to show the figures that were measured
     """
     checkpoint = open_checkpoint(folder)
     beside = read_record(folder)
@@ -51,7 +53,11 @@ def card_of(
         tags=["gated-attention", "gated_qwen"] if isinstance(config, GatedQwenConfig) else ["gated-attention"],
         **_carried(folder),
     )
-    rows = {**_of_the_record(record, trained), **_of_the_model(checkpoint, config, record), **_measured(folder)}
+    rows = {
+        **_of_the_record(record, trained),
+        **_of_the_model(checkpoint, config, record),
+        **(_measured(folder) if measured else {}),
+    }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     pointers = []
     if beside is not None:

@@ -5,19 +5,19 @@ card with the repository's name, the code, its names in config.json) exists in t
 """
 
 import json
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from ..configuration.released import is_released
 from .card import CARD_NAME, PLACEHOLDER, card_of
 from .checkpoint import Checkpoint, open_checkpoint
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .plan import other_files
 from .reader import Reader
 from .record import read_record
@@ -63,7 +63,22 @@ def push_checkpoint(
             another call.
     """
     checkpoint = check_folder(folder, repo_id)
-    api = HfApi(token=token)
+    with says_what_the_network_did(repo_id):
+        return send(
+            checkpoint,
+            repo_id,
+            HfApi(token=token),
+            code,
+            private,
+            revision,
+            record,
+            trained,
+            tags,
+            {"commit_message": commit_message, "commit_description": commit_description, "create_pr": create_pr},
+        )
+
+
+def send(checkpoint, repo_id, api, code, private, revision, record, trained, tags, commit: dict) -> CommitInfo:
     own = f"{api.whoami()['name']}/{repo_id}" if "/" not in repo_id else repo_id
     files = contents(checkpoint, own, code, record, trained, tags)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -77,11 +92,22 @@ def push_checkpoint(
     return api.create_commit(
         repo_id,
         operations,
-        commit_message=commit_message or f"Upload {own.rpartition('/')[2]}",
-        commit_description=commit_description,
         revision=revision,
-        create_pr=create_pr,
+        **{**commit, "commit_message": commit["commit_message"] or f"Upload {own.rpartition('/')[2]}"},
     )
+
+
+@contextmanager
+def says_what_the_network_did(repo_id: str):
+    try:
+        yield
+    except (ValueError, OSError, HfHubHTTPError):
+        raise
+    except Exception as error:  # the client's network errors are of a library of its own
+        raise OSError(
+            f"{repo_id}: the Hub cannot be reached, or broke off ({shown(error)}). Nothing was published; the same "
+            "call sends what is missing."
+        ) from error
 
 
 def check_folder(folder, repo_id: str) -> Checkpoint:
@@ -137,7 +163,8 @@ def card(folder: Path, repo_id: str, code: bool, record: dict | None, trained: b
         trained = recorded is not None and not is_as_recorded(folder, recorded["files"])
     own = folder / CARD_NAME
     text = own.read_bytes().decode(errors="replace") if own.is_file() else None
-    if text is None or text in {card_of(folder), card_of(folder, trained=True)}:
+    # One that a conversion wrote is written anew, with all that is known by now; one that was edited is not.
+    if text is None or text in {card_of(folder, measured=m, trained=t) for m in (True, False) for t in (True, False)}:
         text = card_of(folder, repo_id, trained=trained, with_code=code, record=record)
     elif PLACEHOLDER in text:
         text = text.replace(PLACEHOLDER, repo_id)

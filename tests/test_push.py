@@ -1,0 +1,259 @@
+"""Pushing to the Hub and loading from it, over HTTP, with a local server that checks sizes and hashes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import HubServer, client_env
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from support import RELEASED, build, randomise, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import gated_qwen
+from gated_qwen import demo, retrofit_checkpoint
+from gated_qwen.conversion.card import card_of
+
+CODE = {"configuration_gated_qwen.py", "modeling_gated_qwen.py"}
+
+
+@pytest.fixture
+def server():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory) -> Path:
+    """A retrofit of a small Llama with a tokenizer, a licence and a chat template."""
+    folder = tmp_path_factory.mktemp("work")
+    sizes = dict(vocab_size=2048, hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=6)
+    model = randomise(LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64)))
+    model.save_pretrained(folder / "llama", max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "llama" / name).write_bytes((Path(demo.CHECKPOINT) / name).read_bytes())
+    (folder / "llama" / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "llama" / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Llama\n")
+    retrofit_checkpoint(folder / "llama", folder / "gated", start="fold", layers=[0, 2])
+    return folder / "gated"
+
+
+def run(server, home: Path, code: str, with_package: bool = True) -> str:
+    start = "import gated_qwen\n" if with_package else "import sys\nsys.modules['gated_qwen'] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + code],
+        env=client_env(server, home / "hub"), capture_output=True, text=True, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command(server, home: Path, *words: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "gated_qwen", *words],
+        env=client_env(server, home / "hub"), capture_output=True, text=True, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    if status:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("gated-qwen")]
+        assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+        return lines[0]
+    return done.stdout
+
+
+def files_of(server, name: str, revision: str = "main") -> dict[str, bytes]:
+    repo = server.repos[name]
+    return {path: file.content for path, file in repo.commits[repo.find(revision)].items()}
+
+
+def test_a_pushed_folder_loads_with_and_without_the_package(server, gated, tmp_path):
+    before = {path: path.read_bytes() for path in gated.rglob("*") if path.is_file()}
+    out = command(server, tmp_path, "push", str(gated), "user/model", "--message", "First")
+    assert "/user/model/commit/" in out
+    assert {path: path.read_bytes() for path in gated.rglob("*") if path.is_file()} == before
+    there = files_of(server, "user/model")
+    ours = {path.relative_to(gated).as_posix() for path in before}
+    assert CODE < there.keys() and there.keys() - CODE - {".gitattributes"} == ours
+    for path, data in before.items():
+        if path.name not in ("README.md", "config.json"):
+            assert there[path.name] == data
+    assert len(server.repos["user/model"].commits) == 2  # the empty one, and all of it at once
+
+    expected = gated_qwen.GatedQwenForCausalLM.from_pretrained(gated)(tokens()).logits
+    for with_package in (True, False):
+        trust = "" if with_package else ", trust_remote_code=True"
+        code = f"""
+import torch
+from transformers import AutoModelForCausalLM
+for revision in ("main", "main"):
+    model = AutoModelForCausalLM.from_pretrained("user/model", revision=revision{trust})
+print(type(model).__module__)
+torch.save(model(torch.tensor({tokens().tolist()})).logits, "logits.pt")
+"""
+        module = run(server, tmp_path, code, with_package)
+        assert module.startswith("gated_qwen" if with_package else "transformers_modules")
+        assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_the_card_is_made_of_facts_and_its_usage_works_when_pasted(server, gated, tmp_path):
+    (gated / "measurements.json").write_text('{"first-token attention": 0.0531, "text": "Alice"}')
+    try:
+        command(server, tmp_path, "push", str(gated), "user/model")
+    finally:
+        (gated / "measurements.json").unlink()
+    text = files_of(server, "user/model")["README.md"].decode()
+    card, record = ModelCard(text), json.loads((gated / "conversion.json").read_text())
+    assert card.data.license == "apache-2.0" and card.data.language == ["en"]
+    assert card.data.library_name == "transformers" and {"gated_qwen", "gated-attention"} <= set(card.data.tags)
+    weights = {name: value for file in gated.glob("*.safetensors") for name, value in load_file(file).items()}
+    facts = [
+        "headwise, in layers [0, 2]",
+        "`fold`",
+        record["command"],
+        record["made_by"],
+        "float32",
+        "0.0531",
+        "Alice",
+    ]
+    facts += [f"{sum(w.numel() for w in weights.values()):,}", f"{record['parameters']['new']:,} new"]
+    facts += ["largest difference 0", "`llama`"]
+    for fact in facts:
+        assert fact in text, fact
+    assert "PATH_OR_ID" not in text
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert '"user/model"' in code and "import gated_qwen" not in code
+    printed = run(server, tmp_path, code, with_package=False)
+    assert printed.startswith("Once upon a time") and len(printed) > 40
+
+
+def test_without_code(server, gated, tmp_path):
+    command(server, tmp_path, "push", str(gated), "user/model", "--no-code", "--revision", "dev", "--private")
+    there = files_of(server, "user/model", "dev")
+    assert not CODE & there.keys() and b"auto_map" not in there["config.json"] and server.repos["user/model"].private
+    assert files_of(server, "user/model").keys() <= {".gitattributes"}
+    (code,) = re.findall(r"```python\n(.*?)```", there["README.md"].decode(), re.S)
+    assert "import gated_qwen" in code and "trust_remote_code" not in code
+    assert run(server, tmp_path, code.replace('("user/model"', '("user/model", revision="dev"')).startswith("Once")
+
+
+def test_a_dry_run_sends_nothing(server, gated, tmp_path):
+    out = command(server, tmp_path, "push", str(gated), "user/model", "--dry-run")
+    assert "model.safetensors.index.json" in out and "modeling_gated_qwen.py" in out
+    assert not server.requests
+
+
+def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(server, gated, tmp_path):
+    build("headwise").save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "notes.txt").write_text("kept")
+    command(server, tmp_path, "push", str(tmp_path / "single"), "user/model")
+    command(server, tmp_path, "push", str(gated), "user/model")
+    there = files_of(server, "user/model")
+    assert "model.safetensors" not in there and "model.safetensors.index.json" in there and "notes.txt" in there
+    command(server, tmp_path, "push", str(tmp_path / "single"), "user/model")
+    assert {name for name in files_of(server, "user/model") if "safetensors" in name} == {"model.safetensors"}
+
+
+def test_an_interrupted_upload_goes_on_where_it_was(server, gated, tmp_path):
+    server.fail_next_put(after_bytes=60_000, times=20)
+    command(server, tmp_path, "push", str(gated), "user/model", status=1)
+    assert files_of(server, "user/model").keys() <= {".gitattributes"}  # nothing of it, rather than a part
+    server._cuts.clear()
+    uploaded = set(server.repos["user/model"].objects)
+    before = len(server.requests)
+    command(server, tmp_path, "push", str(gated), "user/model")
+    again = [request for request in server.requests[before:] if request.method == "PUT"]
+    assert len(again) == len(list(gated.glob("*.safetensors"))) - len(uploaded)
+    there = files_of(server, "user/model")
+    assert all(there[path.name] == path.read_bytes() for path in gated.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "repo", "words"),
+    [
+        ("gated", "other/model", "rights|403"),
+        ("gated", "user/mo del", "not a name on the Hub"),
+        ("gated", "a/b/c", "not a name on the Hub"),
+        ("nowhere", "user/model", "is no folder"),
+        ("released", "user/model", "authors' form"),
+        ("empty", "user/model", "config.json"),
+        ("cut", "user/model", "safetensors"),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_line_and_nothing_is_sent(server, gated, tmp_path, folder, repo, words):
+    (tmp_path / "empty").mkdir()
+    build("headwise").save_pretrained(tmp_path / "cut")
+    data = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(data[:-7])
+    places = {"gated": gated, "released": RELEASED / "1B_gate_headwise"}
+    line = command(server, tmp_path, "push", str(places.get(folder, tmp_path / folder)), repo, status=1)
+    assert re.search(words, line), line
+    assert not server.repos
+
+
+def test_private_and_missing_repositories(server, gated, tmp_path):
+    command(server, tmp_path, "push", str(gated), "user/model", "--private")
+    code = """
+import os
+from transformers import AutoModelForCausalLM
+for name in ("user/model", "user/nothing"):
+    try:
+        AutoModelForCausalLM.from_pretrained(name, token=False)
+    except OSError as error:
+        print(name in str(error))
+"""
+    env = {k: v for k, v in client_env(server, tmp_path / "other").items() if k != "HF_TOKEN"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import gated_qwen" + code], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_a_card_of_the_user_stays(server, gated, tmp_path):
+    build("headwise").save_pretrained(tmp_path / "model")
+    own = '---\nlicense: mit\n---\n# My model\n\nload("PATH_OR_ID")\n'
+    (tmp_path / "model" / "README.md").write_text(own)
+    command(server, tmp_path, "push", str(tmp_path / "model"), "user/model")
+    assert files_of(server, "user/model")["README.md"].decode() == own.replace("PATH_OR_ID", "user/model")
+    (tmp_path / "model" / "README.md").unlink()
+    command(server, tmp_path, "push", str(tmp_path / "model"), "user/model")
+    assert files_of(server, "user/model")["README.md"].decode().startswith("---\nlicense: mit\n")
+
+
+def test_a_card_tells_of_weights_that_were_trained_since(gated, tmp_path):
+    model = gated_qwen.GatedQwenForCausalLM.from_pretrained(gated)
+    assert "change nothing yet" in card_of(gated)
+    text = card_of(gated, trained=True)
+    assert "trained, or otherwise changed, since" in text and "change nothing yet" not in text
+    assert model.config.attn_gate_layers == [0, 2]
+
+
+def test_a_model_pushes_itself(server, gated, tmp_path):
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(gated)!r})
+AutoTokenizer.from_pretrained({str(gated)!r}).push_to_hub("user/same")
+print(model.push_to_hub("user/same", tags=["mine"]).commit_url)
+with torch.no_grad():
+    model.model.layers[0].self_attn.g_proj.weight.add_(0.1)
+model.push_to_hub("user/trained", private=True, commit_message="Trained")
+torch.save(model(torch.tensor({tokens().tolist()})).logits, "expected.pt")
+again = AutoModelForCausalLM.from_pretrained("user/trained")
+assert torch.equal(again(torch.tensor({tokens().tolist()})).logits, torch.load("expected.pt"))
+"""
+    assert "/user/same/commit/" in run(server, tmp_path, code)
+    for name, words in (("user/same", "change nothing yet"), ("user/trained", "changed, since")):
+        there = files_of(server, name)
+        assert CODE < there.keys() and {"model.safetensors", "config.json", "generation_config.json"} < there.keys()
+        if "README.md" in there and name == "user/trained":
+            assert words in there["README.md"].decode()
+    assert server.repos["user/trained"].private
+    load = """
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("user/same", trust_remote_code=True)
+"""
+    run(server, tmp_path, load, with_package=False)
