@@ -50,7 +50,7 @@ def convert(args) -> int:
         options = {"force": args.force}
         plan, convert = plan_strip, strip_checkpoint
     elif args.command == "export":
-        options = {"to": args.to}
+        options = {"to": args.to, "linear_layer": args.linear_layer}
         plan, convert = plan_export, export_checkpoint
     else:
         options = {}

@@ -45,6 +45,7 @@ def plan_export(
     source,
     to: str,
     *,
+    linear_layer: bool = False,
     revision: str | None = None,
     subfolder: str | None = None,
     token=None,
@@ -52,6 +53,8 @@ def plan_export(
 ) -> Plan:
     """What [`export_checkpoint`] would write, from the source's headers alone; `headers_only` as in
     `plan_retrofit`."""
+    if linear_layer and to not in ("qwen3_5", "qwen3_next"):
+        raise ValueError(f"`linear_layer` is of qwen3_5 and qwen3_next, and `to` is {to!r}.")
     if to == "native":
         return plan_import(source, revision=revision, subfolder=subfolder, token=token, headers_only=headers_only)
     if to not in TARGETS:
@@ -64,7 +67,7 @@ def plan_export(
         config, text = released_target(origin, where)
         expected = packed_shapes(expected_shapes(config))
     else:
-        config, text = head_major_config(gated, TARGETS[to], where), None
+        config, text = head_major_config(gated, TARGETS[to], where, linear_layer), None
         expected = expected_shapes(config)
         keep_tokenizer(config, origin.config)
 
@@ -86,6 +89,12 @@ def plan_export(
                 if config.attention_bias and absent and bias in expected:
                     outputs[-1].append(new_bias(bias, tensor, origin, expected[bias]))
 
+    new = []
+    if linear_layer:
+        dtype = next(tensor.dtype for tensor in checkpoint.tensors.values() if tensor.name.endswith("o_proj.weight"))
+        added = {name: shape for name, shape in expected.items() if layer_of(name) == gated.num_hidden_layers}
+        new = [new_tensor(name, dtype, shape) for name, shape in added.items()]
+
     files, left_out = other_files(checkpoint)
     keep_source_files(files, left_out, origin.record)
     deviation, note = 0.0, "the numbers are the same, in another order"
@@ -93,12 +102,12 @@ def plan_export(
         deviation, note = None, "none but rounding: norms multiply by 1 + weight here, where they had the weight"
     plan = Plan(
         command="export",
-        options={"to": to},
+        options={"to": to, "linear_layer": linear_layer},
         source=checkpoint,
         source_config=origin.config,
         config=config,
         config_text=text,
-        shards=shards_of(checkpoint, outputs, []),
+        shards=shards_of(checkpoint, outputs, new),
         files=files,
         left_out=left_out,
         dropped=origin.dropped,
@@ -209,6 +218,7 @@ def export_checkpoint(
     target,
     to: str,
     *,
+    linear_layer: bool = False,
     link: bool = False,
     verify: bool | None = None,
     restart: bool = False,
@@ -224,6 +234,9 @@ def export_checkpoint(
         target (`str` or `Path`): a folder that does not exist yet
         to (`str`): `"qwen3_5"` or `"qwen3_next"`, for engines that know these and need no code of ours;
             `"released"`, for the authors' code; `"native"`, the same as [`import_checkpoint`]
+        linear_layer (`bool`): whether a Qwen3.5 or Qwen3-Next gets one more layer, of linear attention, whose weights
+            are all zero. It adds zero to the residual stream, and lets engines run the model that cannot do without
+            such a layer, such as llama.cpp
         link, verify, restart, revision, subfolder, token, progress: as in [`retrofit_checkpoint`]. Source and target
             are compared in float32.
 
@@ -231,11 +244,19 @@ def export_checkpoint(
         `dict`: what was done, as it is saved in the target's `conversion.json`.
 
     Raises:
-        ValueError: `to` is not one of these.
+        ValueError: `to` is not one of these, or has no linear attention.
         CheckpointError: the model cannot be expressed there, or as [`retrofit_checkpoint`].
         OSError: a file is missing, or reading or writing failed.
     """
-    plan = plan_export(source, to, revision=revision, subfolder=subfolder, token=token, headers_only=False)
+    plan = plan_export(
+        source,
+        to,
+        linear_layer=linear_layer,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        headers_only=False,
+    )
     return carry_out(
         plan,
         target,

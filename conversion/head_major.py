@@ -3,6 +3,9 @@
 Where they differ, with all layers full attention and no experts: q_proj holds, for each query head, its query rows
 and then its gate rows, one a channel; the gate is a plain sigmoid, in every layer; norms multiply by 1 + weight;
 biases are all or none.
+
+Some engines hold a state for linear attention, and fail where no layer has one (llama.cpp). For these a model can have
+one more layer, of linear attention, whose weights are all zero: it adds zero to the residual stream, exactly.
 """
 
 import math
@@ -28,11 +31,21 @@ SHARED = (
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
+# Of the layer that adds zero. Heads enough for tensor parallelism over 8, of the size that kernels are made for.
+LINEAR_LAYER = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
 ALTERNATIVE = "export it --to native, and serve that through transformers or vLLM's Transformers backend"
 
 
-def head_major_config(config: GatedQwenConfig, model_type: str, where: str) -> PreTrainedConfig:
-    """A native config in the terms of one of these families.
+def head_major_config(
+    config: GatedQwenConfig, model_type: str, where: str, linear_layer: bool = False
+) -> PreTrainedConfig:
+    """A native config in the terms of one of these families, with one more layer of linear attention or without.
 
     Raises:
         CheckpointError: it has what they cannot express.
@@ -65,13 +78,17 @@ def head_major_config(config: GatedQwenConfig, model_type: str, where: str) -> P
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "architectures": [HEAD_MAJOR[model_type]],
     }
+    if linear_layer:
+        fields |= LINEAR_LAYER
+        fields["layer_types"].append("linear_attention")
+        fields["num_hidden_layers"] += 1
     if getattr(config, "tokenizer_class", None):
         fields["tokenizer_class"] = config.tokenizer_class
     if model_type == "qwen3_next":
         fields |= {
             "num_experts": 0,
             "num_experts_per_tok": 0,
-            "mlp_only_layers": list(range(config.num_hidden_layers)),
+            "mlp_only_layers": list(range(fields["num_hidden_layers"])),
         }
     try:
         return CONFIG_MAPPING[model_type](**fields)
@@ -79,8 +96,15 @@ def head_major_config(config: GatedQwenConfig, model_type: str, where: str) -> P
         raise CheckpointError(f"{where}: {model_type} does not take this: {shown(error, 400)}") from error
 
 
+def linear_layer_of(config: PreTrainedConfig) -> int | None:
+    """The number of the one layer of linear attention that an export may have added, if there is one."""
+    last = config.num_hidden_layers - 1
+    return last if last and config.layer_types[last] == "linear_attention" else None
+
+
 def read_head_major_config(fields: dict, where: str) -> tuple[PreTrainedConfig, GatedQwenConfig]:
-    """A config.json of one of these families, and the same model in this family's terms: elementwise, scale 1.
+    """A config.json of one of these families, and the same model in this family's terms: elementwise, scale 1,
+    and without a last layer of linear attention.
 
     Raises:
         CheckpointError: it has what these models cannot express.
@@ -96,8 +120,9 @@ def read_head_major_config(fields: dict, where: str) -> tuple[PreTrainedConfig, 
     layers = config.num_hidden_layers
     sparse = model_type == "qwen3_next" and config.num_experts > 0
     dense = set(config.mlp_only_layers) if sparse else set(range(layers))
+    own_layers = layers if linear_layer_of(config) is None else layers - 1
     reasons = {
-        "linear attention layers": set(config.layer_types) != {"full_attention"},
+        "linear attention layers": set(config.layer_types[:own_layers]) != {"full_attention"},
         "experts": not set(range(layers)) <= dense,
         "partial rotary embeddings": config.rope_parameters.get("partial_rotary_factor", 1) != 1,
         f"the class {shown(config.architectures)}": config.architectures not in (None, [HEAD_MAJOR[model_type]]),
@@ -110,7 +135,7 @@ def read_head_major_config(fields: dict, where: str) -> tuple[PreTrainedConfig, 
         for name, value in config.rope_parameters.items()
         if not name.startswith("mrope_") and name != "partial_rotary_factor"
     }
-    kept = {name: getattr(config, name) for name in SHARED}
+    kept = {name: getattr(config, name) for name in SHARED} | {"num_hidden_layers": own_layers}
     if getattr(config, "tokenizer_class", None):
         kept["tokenizer_class"] = config.tokenizer_class
     try:

@@ -5,6 +5,7 @@ weights still bear it out: gates of one row a head, scales, layers without gates
 model is taken as it stands: an elementwise gate in every layer, and a scale of 1.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from .head_major import (
     NORMS,
     head_major_config,
     layer_of,
+    linear_layer_of,
     output_factors,
     read_head_major_config,
     settle_norms,
@@ -35,7 +37,7 @@ from .plan import (
     shards_of,
     shifted,
 )
-from .reader import Reader
+from .reader import Reader, values
 from .record import read_record
 from .retrofit import keep_source_files, keep_tokenizer, settle_scaled
 from .source import check_layers, open_source, prefix_of, renamed, settle_tied
@@ -151,7 +153,8 @@ def what_it_was(config, record: dict | None) -> Before | None:
             names = ("attn_gate", "attn_gate_scale", "attn_gate_bias", "attn_gate_layers")
             gates = {name: getattr(own, name) for name in names}
         gated = gated_config(own, "the record", **(gates or {"attn_gate": None}))
-        made = head_major_config(gated, config.model_type, "the record").to_dict()
+        linear_layer = linear_layer_of(config) is not None
+        made = head_major_config(gated, config.model_type, "the record", linear_layer).to_dict()
     except ValueError:
         return None
     now = config.to_dict()
@@ -169,6 +172,11 @@ def plan_head_major(
     shapes = expected_shapes(config)
     tied = config.tie_word_embeddings
     dropped = check_tensors(checkpoint, shapes, tied)
+    if (linear := linear_layer_of(config)) is not None:
+        added = {name: "of a layer that adds zero" for name in shapes if layer_of(name) == linear}
+        dropped |= added
+        if not headers_only:
+            check_adds_zero(checkpoint, added)
     notes = settle_tied(checkpoint, config, dropped, headers_only) if tied else []
     text = before.text if before else None
     if target.tie_word_embeddings != config.tie_word_embeddings:
@@ -205,6 +213,18 @@ def plan_head_major(
         deviation_note=f"{note}; {LIKE_BEFORE}" if before else note,
         rounding_only=True,
     )
+
+
+def check_adds_zero(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Refuse a layer whose weights are not all zero."""
+    with Reader(checkpoint) as reader:
+        for name in names:
+            tensor = checkpoint.tensors[name]
+            if any(values(block, tensor.dtype).any() for block in reader.blocks(tensor)):
+                raise CheckpointError(
+                    f"{tensor.file}: {name} is of a linear attention layer and not zero: these models have no such "
+                    "layers, and only one that does nothing can be left out."
+                )
 
 
 def gate_ranges(config: GatedQwenConfig, rows: int = 0) -> list[tuple[int, int]]:
@@ -279,7 +299,7 @@ def import_checkpoint(
 
     Args:
         source (`str` or `Path`): a checkpoint folder or Hub id. Of Qwen3.5 and Qwen3-Next, models whose layers are all
-            full attention and dense, as [`export_checkpoint`] makes them
+            full attention and dense, as [`export_checkpoint`] makes them; its layer that adds zero is left out
         target (`str` or `Path`): a folder that does not exist yet
         link, verify, restart, revision, subfolder, token, progress: as in [`retrofit_checkpoint`]. Source and target
             are compared in float32.

@@ -120,6 +120,8 @@ def command_line(plan: Plan) -> str:
             words += ["--seed", str(plan.options["seed"])]
     if plan.command == "export":
         words += ["--to", plan.options["to"]]
+        if plan.options["linear_layer"]:
+            words.append("--linear-layer")
     if plan.options.get("force"):
         words.append("--force")
     return shlex.join(words)

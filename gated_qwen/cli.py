@@ -29,6 +29,7 @@ figure of what removing them would change, unless --force is given.
 EXPORT_EXAMPLES = """\
 examples:
   gated-qwen export ./Qwen3-8B-gated ./as-qwen3_5 --to qwen3_5
+  gated-qwen export ./Qwen3-8B-gated ./for-llama.cpp --to qwen3_5 --linear-layer
   gated-qwen export ./Qwen3-8B-gated ./for-the-authors-code --to released
 
 qwen3_5 and qwen3_next take models with query and key norms (such as Qwen3's) and without sliding windows.
@@ -129,6 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--to", choices=("qwen3_5", "qwen3_next", "released", "native"), required=True, help="the form to write"
     )
+    export.add_argument(
+        "--linear-layer", action="store_true",
+        help="of qwen3_5 and qwen3_next: add a layer of linear attention that adds zero, for engines that need one "
+        "(llama.cpp)",
+    )  # fmt: skip
     strip.add_argument("--force", action="store_true", help="strip gates that have moved, which changes the function")
     for command in conversions:
         command.add_argument("--revision", help="branch, tag or commit of a Hub id")

@@ -94,6 +94,36 @@ def test_other_families_compute_the_same_and_it_comes_back(source, tmp_path, cas
             assert after[name].dtype == dtype and torch.equal(after[name], weight), name
 
 
+@pytest.mark.parametrize("to", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("case", ["headwise", "elementwise, biases of q, k and v"])
+def test_a_linear_attention_layer_that_adds_zero(source, tmp_path, case, to):
+    """Outputs are those without it, bit for bit; it goes again on the way back."""
+    folder, plain, target, again = (source(case, torch.bfloat16), *(tmp_path / name for name in "pta"))
+    export_checkpoint(folder, plain, to)
+    record = export_checkpoint(folder, target, to, linear_layer=True)
+    assert record["command"].endswith(f"--to {to} --linear-layer") and record["verification"]["max_difference"] < 4e-5
+    config = json.loads((target / "config.json").read_text())
+    assert config["layer_types"] == ["full_attention"] * 3 + ["linear_attention"] and config["num_hidden_layers"] == 4
+    assert torch.equal(logits(target, CLASSES[to]), logits(plain, CLASSES[to]))
+    model = CLASSES[to].from_pretrained(target, dtype=torch.float32)
+    with_cache = model.generate(tokens(), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    expected = CLASSES[to].from_pretrained(plain, dtype=torch.float32)
+    assert torch.equal(with_cache, expected.generate(tokens(), max_new_tokens=5, min_new_tokens=5, do_sample=False))
+
+    assert import_checkpoint(target, again)["tensors"]["dropped"]["model.layers.3.mlp.up_proj.weight"]
+    assert (again / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    before, after = weights_of(folder), weights_of(again)
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+    (file,) = [f for f in target.glob("*.safetensors") if "model.layers.3.mlp.up_proj.weight" in load_file(f)]
+    weights = load_file(file)
+    weights["model.layers.3.mlp.up_proj.weight"][-1, -1] = 1e-9
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is of a linear attention layer and not zero"):
+        import_checkpoint(target, tmp_path / "more")
+    assert not (tmp_path / "more").exists()
+
+
 def test_norms_are_kept_in_float32(source, tmp_path):
     target = tmp_path / "target"
     record = export_checkpoint(source("headwise", torch.bfloat16), target, "qwen3_5")
@@ -195,6 +225,9 @@ def test_other_heads_and_wrong_arguments(tmp_path):
             plan_export(tmp_path / "classifier", to)
     with pytest.raises(ValueError, match="`to` must be one of 'qwen3_5'"):
         plan_export(tmp_path / "classifier", "llama")
+    for to in ("released", "native"):
+        with pytest.raises(ValueError, match="`linear_layer` is of qwen3_5 and qwen3_next"):
+            plan_export(tmp_path / "classifier", to, linear_layer=True)
 
 
 @pytest.mark.parametrize(
