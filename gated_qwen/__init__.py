@@ -28,6 +28,7 @@ from .modeling import (
 
 __version__ = "0.1.0"
 
+from .conversion.adapter import retrofit_adapter
 from .conversion.errors import CheckpointError
 from .conversion.export import export_checkpoint, plan_export
 from .conversion.importing import import_checkpoint, plan_import
@@ -53,6 +54,7 @@ __all__ = [
     "plan_strip",
     "push_checkpoint",
     "retrofit",
+    "retrofit_adapter",
     "retrofit_checkpoint",
     "strip_checkpoint",
 ]
