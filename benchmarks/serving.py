@@ -169,6 +169,7 @@ def run_llama_cpp(folder: str, prompts: list[list[int]], argument: str) -> list:
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # by default float16
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
     results = []
     for prompt in prompts:
