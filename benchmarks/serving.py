@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
+MODELS = ("small", "SmolLM2-135M")
 NEW_TOKENS = 16
 LENGTHS = (40, 7, 25)
 GATES = ("headwise", "elementwise")
@@ -38,7 +39,7 @@ class Way:
     engine: str
     name: str
     form: str = "native"
-    models: tuple[str, ...] = ("small", "SmolLM2-135M")
+    models: tuple[str, ...] = MODELS
     hides_package: bool = False
     argument: str = ""
 
@@ -269,14 +270,14 @@ def compare(found: list, expected: list) -> dict:
     return {"tokens": f"{same} of {total}", "same": same == total, "logprob_difference": difference}
 
 
-def measure(work: Path, ways=WAYS, llama_cpp: Path | None = None, gates=GATES, say=lambda row: None) -> list[dict]:
+def measure(work: Path, ways=WAYS, llama_cpp: Path | None = None, models=MODELS, say=lambda row: None) -> list[dict]:
     """Rows of the table: engine, way, model, and either what was found or why it did not run."""
     rows = []
-    for kind in ("small", "SmolLM2-135M"):
+    for kind in models:
         here = [way for way in ways if kind in way.models]
         if all(why_not_run(way, llama_cpp) for way in here):
             continue
-        for gate in gates:
+        for gate in GATES:
             folder = make_model(work, kind, gate)
             prompts = prompts_of(folder, kind)
             expected = in_a_process("transformers", folder, prompts, "package", False, work)

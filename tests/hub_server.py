@@ -11,6 +11,7 @@ redirect of large files to another host. Its one token reads everything, and wri
 
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,16 +19,22 @@ import secrets
 import socket
 import threading
 from collections import defaultdict
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qs, unquote
 
+import pytest
 import yaml
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+from gated_qwen import cli
 
 LFS_PATTERNS = ("*.bin", "*.gguf", "*.onnx", "*.pt", "*.pth", "*.safetensors")
 REGULAR_LIMIT = 10 * 2**20
@@ -41,6 +48,33 @@ def client_env(server: "HubServer", home: Path) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not CLIENT_SETTINGS.fullmatch(name)}
     env |= {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     return env | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@contextmanager
+def connected(server: "HubServer", home: Path, **settings):
+    """This process's huggingface_hub talks to the server, as one with `client_env` does that is started for it.
+
+    `settings` are constants of huggingface_hub. It does not wait between attempts.
+    """
+    settings = {
+        "ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"),
+        "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_PROGRESS_BARS": True, "HF_HUB_DISABLE_TELEMETRY": True, **settings,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", server.token)
+        for name, value in settings.items():
+            patch.setattr(constants, name, value)
+        patch.setattr(_http.time, "sleep", lambda seconds: None)
+        yield
+
+
+def run_command(words, home: Path) -> tuple[int, str, str]:
+    """`gated-qwen words` with `home` as its folder, in this process: exit status, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(home)
+        status = cli.main(list(words))
+    return status, out.getvalue(), err.getvalue()
 
 
 def answer(value, status: int = 200, headers: dict | None = None) -> Response:

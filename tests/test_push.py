@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import HubServer, client_env
+from hub_server import HubServer, client_env, connected, run_command
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support import RELEASED, build, randomise, tokens
@@ -53,16 +53,14 @@ def run(server, home: Path, code: str, with_package: bool = True) -> str:
 
 
 def command(server, home: Path, *words: str, status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "gated_qwen", *words],
-        env=client_env(server, home / "hub"), capture_output=True, text=True, cwd=home,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
+    with connected(server, home / "hub"):
+        found, out, err = run_command(words, home)
+    assert found == status, err
     if status:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("gated-qwen")]
-        assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+        lines = [line for line in err.splitlines() if line.startswith("gated-qwen")]
+        assert len(lines) == 1 and "Traceback" not in err, err
         return lines[0]
-    return done.stdout
+    return out
 
 
 def files_of(server, name: str, revision: str = "main") -> dict[str, bytes]:

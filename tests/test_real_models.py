@@ -41,10 +41,12 @@ def test_smollm2_answers(smollm2_folder, dtype):
 @pytest.mark.parametrize(("gate", "start"), (("headwise", "scale"), ("elementwise", "fold")))
 def test_smollm2_with_gates_answers_alike(smollm2_folder, tmp_path, gate, start):
     gated = tmp_path / "gated"
-    record = gated_qwen.retrofit_checkpoint(smollm2_folder, gated, gate, start=start)
-    verification = record["verification"]
-    assert verification["max_difference"] == 0 and record["same_token_ids"] is True
-    assert "text" in verification["inputs"] and verification["dtype"] == "bfloat16"
+    # In bfloat16 the comparison takes most of a minute of some machines: once, of what changes more tensors.
+    record = gated_qwen.retrofit_checkpoint(smollm2_folder, gated, gate, start=start, verify=start == "fold")
+    if start == "fold":
+        verification = record["verification"]
+        assert verification["max_difference"] == 0 and record["same_token_ids"] is True
+        assert "text" in verification["inputs"] and verification["dtype"] == "bfloat16"
     tokenizer = AutoTokenizer.from_pretrained(gated)
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (smollm2_folder, gated)]
     assert type(models[1]) is gated_qwen.GatedQwenForCausalLM

@@ -62,28 +62,36 @@ def test_the_files_are_flat_and_say_what_they_are():
 
 
 @pytest.mark.parametrize("gate", ["headwise", "elementwise"])
-@pytest.mark.parametrize("auto_class", HEADS)
-def test_it_loads_without_the_package_and_gives_the_same(asked, tmp_path, gate, auto_class):
-    model = build(gate, getattr(gated_qwen, HEADS[auto_class]), attn_gate_scale=2.0, attn_gate_layers=[0, 2])
-    model.save_pretrained(tmp_path / "model")
-    written = {path.name for path in (tmp_path / "model").iterdir()}
-    assert PARTS.keys() < written
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"] == AUTO_MAP
+def test_it_loads_without_the_package_and_gives_the_same(asked, tmp_path, gate):
+    expected = {}
+    for auto_class, name in HEADS.items():
+        model = build(gate, getattr(gated_qwen, name), attn_gate_scale=2.0, attn_gate_layers=[0, 2])
+        model.save_pretrained(tmp_path / "models" / auto_class)
+        assert PARTS.keys() < {path.name for path in (tmp_path / "models" / auto_class).iterdir()}
+        assert json.loads((tmp_path / "models" / auto_class / "config.json").read_text())["auto_map"] == AUTO_MAP
+        with torch.no_grad():
+            expected[auto_class] = model(tokens())[0]
     code = f"""
-    for _ in range(2):  # twice in one process
-        model = {auto_class}.from_pretrained(FOLDER, trust_remote_code=True).eval()
-        outputs = model(ids, output_gate_scores=True)
-    assert type(model).__module__.startswith("transformers_modules"), type(model)
-    assert len(outputs.gate_scores) == 2
-    torch.save(outputs[0], "outputs.pt")
-    model.save_pretrained("again")
-    model = {auto_class}.from_pretrained("again", trust_remote_code=True).eval()
-    assert torch.equal(model(ids)[0], outputs[0])
+    found = {{}}
+    for auto_class in ({", ".join(HEADS)}):
+        name = auto_class.__name__
+        for _ in range(2):  # twice in one process
+            model = auto_class.from_pretrained(f"{{FOLDER}}/{{name}}", trust_remote_code=True).eval()
+            outputs = model(ids, output_gate_scores=True)
+        assert type(model).__module__.startswith("transformers_modules"), type(model)
+        assert len(outputs.gate_scores) == 2
+        found[name] = outputs[0].detach()
+        model.save_pretrained(f"again/{{name}}")
+        model = auto_class.from_pretrained(f"again/{{name}}", trust_remote_code=True).eval()
+        assert torch.equal(model(ids)[0], outputs[0])
+    torch.save(found, "outputs.pt")
     """
-    without_the_package(tmp_path / "model", code, tmp_path)
-    with torch.no_grad():
-        assert torch.equal(torch.load(tmp_path / "outputs.pt"), model(tokens())[0])
-    assert PARTS.keys() < {path.name for path in (tmp_path / "again").iterdir()}
+    without_the_package(tmp_path / "models", code, tmp_path)
+    found = torch.load(tmp_path / "outputs.pt")
+    assert found.keys() == expected.keys()
+    for auto_class in HEADS:
+        assert torch.equal(found[auto_class], expected[auto_class])
+        assert PARTS.keys() < {path.name for path in (tmp_path / "again" / auto_class).iterdir()}
 
 
 def test_it_generates_trains_and_checks_what_it_loads_without_the_package(asked, tmp_path):
