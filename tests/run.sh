@@ -32,4 +32,4 @@ if [ "$end" = oldest ]; then
         set -- "--ignore=tests/test_$part.py" "$@"
     done
 fi
-OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto --dist loadgroup "$@"
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n auto --dist loadfile "$@"

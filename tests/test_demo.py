@@ -13,7 +13,6 @@ import torch
 
 from gated_qwen import cli, demo
 
-pytestmark = pytest.mark.xdist_group("demo")  # one worker runs it for all
 README = Path(__file__).parents[1] / "README.md"
 
 

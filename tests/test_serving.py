@@ -10,8 +10,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import serving
 
-pytestmark = pytest.mark.xdist_group("serving")  # one worker measures for all
-
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
