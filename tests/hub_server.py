@@ -60,6 +60,7 @@ def connected(server: "HubServer", home: Path, **settings):
         "ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"),
         "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_PROGRESS_BARS": True, "HF_HUB_DISABLE_TELEMETRY": True, **settings,
     }  # fmt: skip
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = settings["ENDPOINT"] + "/{repo_id}/resolve/{revision}/{filename}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", server.token)
         for name, value in settings.items():

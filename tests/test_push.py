@@ -12,7 +12,7 @@ from hub_server import HubServer, client_env, connected, run_command
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support import RELEASED, build, randomise, tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import gated_qwen
 from gated_qwen import demo, retrofit_checkpoint
@@ -255,3 +255,23 @@ from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("user/same", trust_remote_code=True)
 """
     run(server, tmp_path, load, with_package=False)
+
+
+def test_a_trainer_pushes_what_it_trained_with_the_code_if_asked(server, tmp_path):
+    model = build("headwise")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    gated_qwen.GatedQwenForCausalLM.register_for_auto_class()
+    try:
+        with connected(server, tmp_path / "hub"):
+            arguments = TrainingArguments(
+                output_dir=str(tmp_path / "out"), max_steps=2, save_steps=1, push_to_hub=True, use_cpu=True,
+                hub_model_id="user/trained", hub_strategy="end", report_to=[], disable_tqdm=True,
+            )  # fmt: skip
+            trainer = Trainer(model, arguments, train_dataset=rows)
+            trainer.train()
+            trainer.push_to_hub()
+            again = gated_qwen.GatedQwenForCausalLM.from_pretrained("user/trained")
+    finally:
+        gated_qwen.GatedQwenConfig._auto_class = None
+    assert {*CODE, "README.md", "model.safetensors"} < files_of(server, "user/trained").keys()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
