@@ -241,7 +241,7 @@ def to_gguf(folder: Path, llama_cpp: Path) -> None:
         text=True, capture_output=True,
     )  # fmt: skip
     if done.returncode:
-        raise Failed(f"convert_hf_to_gguf.py: {done.stderr.strip().splitlines()[-1]}")
+        raise Failed(f"convert_hf_to_gguf.py: {reason(done.stdout + done.stderr)}")
 
 
 def why_not_run(way: Way, llama_cpp: Path | None) -> str | None:
@@ -272,6 +272,8 @@ def compare(found: list, expected: list) -> dict:
 
 def measure(work: Path, ways=WAYS, llama_cpp: Path | None = None, models=MODELS, say=lambda row: None) -> list[dict]:
     """Rows of the table: engine, way, model, and either what was found or why it did not run."""
+    import gated_qwen
+
     rows = []
     for kind in models:
         here = [way for way in ways if kind in way.models]
@@ -292,7 +294,7 @@ def measure(work: Path, ways=WAYS, llama_cpp: Path | None = None, models=MODELS,
                         row |= compare(found, expected)
                     else:
                         row["not_run"] = why
-                except Failed as error:
+                except (Failed, gated_qwen.CheckpointError, subprocess.TimeoutExpired) as error:
                     row["failed"] = str(error)
                 rows.append(row)
                 say(row)

@@ -2,7 +2,9 @@
 conversions that made it, figures that were measured, and its source's own card."""
 
 import math
+import re
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -18,6 +20,8 @@ from .record import deviation_in_words, read_record, records, verification_in_wo
 CARRIED_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")
 CARD_NAME, SOURCE_CARD, MEASURED = "README.md", "README.source.md", "measurements.json"
 PLACEHOLDER = "PATH_OR_ID"
+SEAL = "<!-- made by gated_qwen {}: a card in which something is changed is kept -->"
+TO_FILL_IN = "[More Information Needed]"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -30,6 +34,7 @@ def card_of(
     with_code: bool = False,
     record: dict | None = None,
     measured: bool = True,
+    tags: list[str] | None = None,
 ) -> str:
     """The text of a card.
 
@@ -40,6 +45,7 @@ def card_of(
         with_code: whether it brings its own code, so that it loads without this package
         record: of the conversion behind it, where that does not lie in the folder
         measured: whether to show the figures that were measured
+        tags: further ones
     """
     checkpoint = open_checkpoint(folder)
     beside = read_record(folder)
@@ -47,10 +53,11 @@ def card_of(
     config = _config(checkpoint)
     name = _title(folder, record, repo_id)
     base = next((s["name"] for s in _sources(record) if "/" in s["name"] and s["commit"]), None)
+    own_tags = ["gated-attention", "gated_qwen"] if isinstance(config, GatedQwenConfig) else ["gated-attention"]
     metadata = ModelCardData(
         base_model=base,
         library_name="transformers",
-        tags=["gated-attention", "gated_qwen"] if isinstance(config, GatedQwenConfig) else ["gated-attention"],
+        tags=list(dict.fromkeys([*own_tags, *(tags or [])])),
         **_carried(folder),
     )
     rows = {
@@ -81,7 +88,18 @@ def card_of(
 
 {_usage(folder, config, repo_id or PLACEHOLDER, with_code)}
 """
-    return str(ModelCard(text))
+    text = str(ModelCard(text)).rstrip()
+    return f"{text}\n\n{SEAL.format(_digest(text))}\n"
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def is_as_generated(text: str) -> bool:
+    """Whether nobody has written in a card since it was made; transformers' empty template counts as such."""
+    body, _, seal = text.rstrip().rpartition("\n\n")
+    return seal == SEAL.format(_digest(body)) or ("# Model Card for Model ID" in text and text.count(TO_FILL_IN) > 20)
 
 
 def _sources(record: dict | None) -> list[dict]:
@@ -103,14 +121,29 @@ def _carried(folder: Path) -> dict:
             text = file.read_bytes().decode(errors="replace")
             with suppress(Exception):  # a card whose metadata cannot be read has none to carry
                 fields = ModelCard(text).data.to_dict() if text.startswith("---") else {}
-                return {name: fields[name] for name in CARRIED_METADATA if name in fields}
+                carried = {name: _metadatum(fields.get(name)) for name in CARRIED_METADATA}
+                return {name: value for name, value in carried.items() if value}
     return {}
+
+
+def _metadatum(value) -> str | list[str] | None:
+    """A word or a list of words; YAML takes Norwegian's `no` for a truth value."""
+    if value is False:
+        return "no"
+    if isinstance(value, list) and all(isinstance(entry, str | bool) for entry in value):
+        return [_metadatum(entry) for entry in value if entry is not True]
+    return shown(value) if isinstance(value, str) else None
+
+
+def _plain(name: str) -> str:
+    """A name as text of a card: in one line, without what Markdown takes for itself."""
+    return re.sub(r"[|`<>\[\]]", "_", shown(name))
 
 
 def _title(folder: Path, record: dict | None, repo_id: str | None) -> str:
     if record is None:
-        return (repo_id or folder.name).rpartition("/")[2]
-    source = record["source"]["name"].rpartition("/")[2]
+        return _plain((repo_id or folder.name).rpartition("/")[2])
+    source = _plain(record["source"]["name"].rpartition("/")[2])
     if record["command"].startswith("gated-qwen retrofit"):
         return f"{source} with {record['options'].get('attn_gate')} attention gates"
     to = record["options"].get("to", "native")
@@ -118,7 +151,7 @@ def _title(folder: Path, record: dict | None, repo_id: str | None) -> str:
 
 
 def _place(source: dict) -> str:
-    name = source["name"]
+    name = _plain(source["name"])
     return f"[{name}](https://huggingface.co/{name})" if source["commit"] and "/" in name else f"`{name}`"
 
 
@@ -166,7 +199,7 @@ def _of_the_record(record: dict | None, trained: bool) -> dict[str, str]:
     return rows | {
         f"largest deviation from the source{before}": deviation_in_words(deviation["value"], deviation["meaning"]),
         f"verification{before}": verification_in_words(record),
-        "made by": f"{record['made_by']}: `{record['command']}`",
+        "made by": f"{record['made_by']}: `{_plain(record['command'])}`",
     }
 
 

@@ -50,6 +50,14 @@ def size_and_time(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+def expanded(path) -> Path:
+    """A path in which `~` is a home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def why_left_out(name: str) -> str | None:
     """Why a file of a source, named relative to it, does not come through, or None where it does."""
     for reason, patterns in LEFT_OUT.items():
@@ -112,7 +120,7 @@ def open_checkpoint(
         raise ValueError(f"`source` must be a folder or a Hub id, got a {type(source).__name__}.")
     if subfolder and (PurePosixPath(subfolder).is_absolute() or ".." in PurePosixPath(subfolder).parts):
         raise CheckpointError(f"{subfolder!r} is no folder within {source}: name one, from there on.")
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         folder = path / subfolder if subfolder else path
         if not folder.is_dir():

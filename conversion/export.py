@@ -162,6 +162,7 @@ def packed(tensor: Tensor, origin: Source, to: str, layer: int, kind: str) -> Ou
     together = heads // config.num_key_value_heads if to == "released" else 1
     wide = size if to != "released" or config.attn_gate == "elementwise" else 1
     rows = HeadRows(origin, module, kind, layer)
+    rows.check_dtypes()
     parts = []
     for first in range(0, heads, together):
         members = range(first, first + together)
@@ -182,6 +183,15 @@ class HeadRows:
         if self.packed:
             self.gates = self.queries
             self.ranges = origin.packed_rows(self.queries)
+
+    def check_dtypes(self) -> None:
+        """One tensor has one dtype."""
+        if self.gated and None not in (self.queries, self.gates) and self.queries.dtype != self.gates.dtype:
+            queries, gates = (f"{tensor.name} is {tensor.dtype}" for tensor in (self.queries, self.gates))
+            raise CheckpointError(
+                f"{self.gates.file}: {gates} and {queries}, and there they become one tensor: save the model in one "
+                "dtype (model.to(dtype).save_pretrained), and export that."
+            )
 
     def _start(self, head: int, which: int, each: int) -> int:
         if not self.packed:

@@ -39,7 +39,7 @@ LINEAR_LAYER = {
     "linear_value_head_dim": 128,
 }
 
-ALTERNATIVE = "export it --to native, and serve that through transformers or vLLM's Transformers backend"
+ALTERNATIVE = "serve it in the native layout, through transformers or vLLM's Transformers backend"
 
 
 def head_major_config(
@@ -52,7 +52,7 @@ def head_major_config(
     """
     reasons = {
         "a head other than the causal language model's": config.architectures != ["GatedQwenForCausalLM"],
-        "no query and key norms (use_qk_norm)": not config.use_qk_norm,
+        "attention without norms on queries and keys (use_qk_norm)": not config.use_qk_norm,
         "biases in the MLP (mlp_bias)": config.mlp_bias,
         "sliding windows (layer_types)": "sliding_attention" in config.layer_types,
     }
@@ -111,6 +111,9 @@ def read_head_major_config(fields: dict, where: str) -> tuple[PreTrainedConfig, 
     """
     model_type = fields["model_type"]
     own = {name: value for name, value in fields.items() if not name.startswith("_") and name != "auto_map"}
+    if not own.get("architectures"):
+        own["architectures"] = [HEAD_MAJOR[model_type]]
+    own.pop("text_config", None)  # these are text models
     if own.get("quantization_config"):
         raise CheckpointError(f"{where}: quantised weights: start from the unquantised ones.")
     try:
@@ -125,7 +128,7 @@ def read_head_major_config(fields: dict, where: str) -> tuple[PreTrainedConfig, 
         "linear attention layers": set(config.layer_types[:own_layers]) != {"full_attention"},
         "experts": not set(range(layers)) <= dense,
         "partial rotary embeddings": config.rope_parameters.get("partial_rotary_factor", 1) != 1,
-        f"the class {shown(config.architectures)}": config.architectures not in (None, [HEAD_MAJOR[model_type]]),
+        f"the class {shown(config.architectures)}": config.architectures != [HEAD_MAJOR[model_type]],
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..configuration import GatedQwenConfig
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import carry_out, finish_with_card
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 from .families import gated_config, read_config
 from .head_major import (
     HEAD_MAJOR,
@@ -68,7 +68,7 @@ def plan_import(
             f"{checkpoint.where()}: qwen3_5 is the model with its vision tower: only causal language models "
             f"({', '.join(HEAD_MAJOR)}) are imported."
         )
-    if model_type not in HEAD_MAJOR:
+    if not isinstance(model_type, str) or model_type not in HEAD_MAJOR:
         return plan_unpacking(source, revision, subfolder, token, headers_only)
     config, gated = read_head_major_config(checkpoint.fields, checkpoint.where())
     check_layers(checkpoint, config, checkpoint.where())
@@ -91,7 +91,7 @@ def plan_unpacking(source, revision, subfolder, token, headers_only: bool) -> Pl
             f"{where}: a {origin.config.model_type} model has no gates to import: put some onto it (retrofit)."
         )
     if not origin.config._is_released:
-        raise CheckpointError(f"{where}: it is in the native layout already: there is nothing to import.")
+        raise CheckpointError(f"{where}: it is in the native layout already: use it as it is.")
     config = gated_config(
         origin.gated, where, **{name: getattr(origin.gated, name) for name in ("attn_gate", "attn_gate_bias")}
     )
@@ -169,7 +169,11 @@ def plan_head_major(
     checkpoint: Checkpoint, config, gated: GatedQwenConfig, record: dict | None, before: Before | None, headers_only
 ) -> Plan:
     target = before.config if before else gated
-    shapes = expected_shapes(config)
+    where = checkpoint.where()
+    try:
+        shapes = expected_shapes(config)
+    except Exception as error:  # sizes that no tensor can have
+        raise CheckpointError(f"{where} does not describe a model: building it, {shown(error)}") from error
     tied = config.tie_word_embeddings
     dropped = check_tensors(checkpoint, shapes, tied)
     if (linear := linear_layer_of(config)) is not None:
@@ -184,7 +188,7 @@ def plan_head_major(
     keep_tokenizer(target, config)
     factors = {}
     if before:
-        factors = {layer: 1 / factor for layer, factor in output_factors(target, checkpoint.where()).items()}
+        factors = {layer: 1 / factor for layer, factor in output_factors(target, where).items()}
 
     outputs: dict = {tensor.file: [] for tensor in checkpoint.tensors.values()}
     scaled = {}

@@ -5,8 +5,8 @@ card with the repository's name, the code, its names in config.json) exists in t
 """
 
 import json
-from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
+import re
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
@@ -15,9 +15,11 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from ..configuration.released import is_released
-from .card import CARD_NAME, PLACEHOLDER, card_of
-from .checkpoint import Checkpoint, open_checkpoint
+from .card import CARD_NAME, PLACEHOLDER, card_of, is_as_generated
+from .checkpoint import Checkpoint, expanded, open_checkpoint
 from .errors import CheckpointError, shown
+from .head_major import HEAD_MAJOR
+from .importing import plan_import
 from .plan import other_files
 from .reader import Reader
 from .record import read_record
@@ -25,7 +27,8 @@ from .remote_code import AUTO_MAP, remote_code
 from .source import open_source
 from .write import is_as_recorded
 
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+# Of the repository's own folder, by transformers' names; variants (model.fp16.safetensors) are left.
+WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 def push_checkpoint(
@@ -63,38 +66,46 @@ def push_checkpoint(
             another call.
     """
     checkpoint = check_folder(folder, repo_id)
+    check_revision(revision)
+    api = HfApi(token=token)
     with says_what_the_network_did(repo_id):
-        return send(
-            checkpoint,
-            repo_id,
-            HfApi(token=token),
-            code,
-            private,
-            revision,
-            record,
-            trained,
-            tags,
-            {"commit_message": commit_message, "commit_description": commit_description, "create_pr": create_pr},
-        )
-
-
-def send(checkpoint, repo_id, api, code, private, revision, record, trained, tags, commit: dict) -> CommitInfo:
-    own = f"{api.whoami()['name']}/{repo_id}" if "/" not in repo_id else repo_id
+        own = f"{api.whoami()['name']}/{repo_id}" if "/" not in repo_id else repo_id
     files = contents(checkpoint, own, code, record, trained, tags)
+    commit = {
+        "commit_message": commit_message or f"Upload {own.rpartition('/')[2]}",
+        "commit_description": commit_description,
+        "create_pr": create_pr,
+    }
+    with says_what_the_network_did(repo_id):
+        return send(files, own, api, private, revision, commit)
+
+
+def send(files: dict, repo_id: str, api: HfApi, private: bool | None, revision: str | None, commit: dict):
+    operations = {
+        name: CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
+    }
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     there = set(api.list_repo_files(repo_id, revision=revision))
-    if CARD_NAME in there and not (checkpoint.folder / CARD_NAME).is_file():
-        del files[CARD_NAME]  # the card of whoever wrote it stays
-    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
-    operations += [CommitOperationDelete(path_in_repo=name) for name in sorted(in_the_way(there, set(files)))]
+    if CARD_NAME in there and isinstance(files[CARD_NAME], bytes) and is_as_generated(files[CARD_NAME].decode()):
+        theirs = Path(api.hf_hub_download(repo_id, CARD_NAME, revision=revision)).read_bytes()
+        if not is_as_generated(theirs.decode(errors="replace")):
+            del operations[CARD_NAME]  # the card of whoever wrote it stays
+    deletions = [CommitOperationDelete(path_in_repo=name) for name in sorted(in_the_way(there, set(files)))]
     return api.create_commit(
         repo_id,
-        operations,
+        [*operations.values(), *deletions],
         revision=revision,
-        **{**commit, "commit_message": commit["commit_message"] or f"Upload {own.rpartition('/')[2]}"},
+        **commit,
     )
+
+
+def check_revision(revision: str | None) -> None:
+    if revision is not None and (
+        not re.fullmatch(r"[\w][\w./-]*", revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))
+    ):
+        raise CheckpointError(f"{revision!r} is not a name for a branch.")
 
 
 @contextmanager
@@ -116,7 +127,7 @@ def check_folder(folder, repo_id: str) -> Checkpoint:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id!r} is not a name on the Hub such as user/name: {error}") from None
-    if not Path(folder).expanduser().is_dir():
+    if not expanded(folder).is_dir():
         raise CheckpointError(f"{folder} is no folder: name the checkpoint to push.")
     checkpoint = open_checkpoint(folder)
     if is_released(checkpoint.fields):
@@ -124,8 +135,16 @@ def check_folder(folder, repo_id: str) -> Checkpoint:
             f"{checkpoint.where()}: it is in the authors' form, which other people's transformers takes for another "
             "model: import it (gated-qwen import), and push that."
         )
-    if checkpoint.fields.get("model_type") == "gated_qwen":
-        return open_source(folder, headers_only=True).checkpoint
+    model_type = checkpoint.fields.get("model_type")
+    if model_type != "gated_qwen" and read_record(checkpoint.folder) is None:
+        raise CheckpointError(
+            f"{checkpoint.where()}: a {shown(model_type)} model that no conversion made, and this pushes gated_qwen "
+            "models and what conversions make of them: use transformers' own push_to_hub, or `hf upload`."
+        )
+    if model_type in HEAD_MAJOR:
+        plan_import(folder)
+    else:
+        open_source(folder, headers_only=True)
     return checkpoint
 
 
@@ -139,7 +158,10 @@ def contents(
 ) -> dict[str, Path | bytes]:
     """What goes up, by name in the repository: files of the folder, or bytes."""
     folder = checkpoint.folder
-    files = {name: folder / name for name in sorted(other_files(checkpoint)[0]) if not name.startswith(".")}
+    names = [name for name in sorted(other_files(checkpoint)[0]) if not re.search(r"(^|/)\.", name)]
+    files = {name: folder / name for name in names}
+    for name in names:
+        check_file(folder, name)
     weights = [path.name for path in checkpoint.stats]
     index = SAFE_WEIGHTS_INDEX_NAME if Path(weights[0]).suffix == ".safetensors" else WEIGHTS_INDEX_NAME
     names = weights + ([index] if checkpoint.index_text else [])
@@ -152,33 +174,54 @@ def contents(
     same = fields == checkpoint.fields
     text = (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
     files[CONFIG_NAME] = folder / CONFIG_NAME if same else text
-    files[CARD_NAME] = card(folder, repo_id, own_code, record, trained, tags).encode()
+    files[CARD_NAME] = card(folder, repo_id, own_code, record, trained, tags)
     return files
 
 
-def card(folder: Path, repo_id: str, code: bool, record: dict | None, trained: bool | None, tags) -> str:
-    """The folder's own card, or one made from facts."""
+def check_file(folder: Path, name: str) -> None:
+    """Names are UTF-8. A link may lead to a file of the folder, or of the Hub's cache that it is in."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{folder}: {shown(name)}: the name is not UTF-8: change it.") from error
+    folder = folder.resolve()
+    inside = (folder, folder.parent.parent / "blobs")
+    if not any((folder / name).resolve().is_relative_to(place) for place in inside):
+        raise CheckpointError(f"{folder / name} leads out of the folder: put the file there, or remove the link.")
+
+
+def card(folder: Path, repo_id: str, code: bool, record: dict | None, trained: bool | None, tags) -> bytes | Path:
+    """The folder's own card, or one made from facts.
+
+    Raises:
+        CheckpointError: the metadata of the folder's own cannot be read.
+    """
     recorded = read_record(folder)
     if trained is None:
         trained = recorded is not None and not is_as_recorded(folder, recorded["files"])
     own = folder / CARD_NAME
-    text = own.read_bytes().decode(errors="replace") if own.is_file() else None
+    text = None
+    if own.is_file():
+        try:
+            text = own.read_bytes().decode()
+            data = ModelCard(text).data
+        except Exception as error:
+            raise CheckpointError(f"{own}: its metadata cannot be read ({shown(error)}): correct it.") from error
     # One that a conversion wrote is written anew, with all that is known by now; one that was edited is not.
-    if text is None or text in {card_of(folder, measured=m, trained=t) for m in (True, False) for t in (True, False)}:
-        text = card_of(folder, repo_id, trained=trained, with_code=code, record=record)
-    elif PLACEHOLDER in text:
-        text = text.replace(PLACEHOLDER, repo_id)
-    if tags:
-        with suppress(Exception):  # a card whose metadata cannot be read stays as it is
-            read = ModelCard(text)
-            read.data.tags = [*(read.data.tags or []), *(tag for tag in tags if tag not in (read.data.tags or []))]
-            text = str(read)
-    return text
+    if text is None or is_as_generated(text):
+        return card_of(folder, repo_id, trained=trained, with_code=code, record=record, tags=tags).encode()
+    if tags and (added := [tag for tag in tags if tag not in (data.tags or [])]):
+        read = ModelCard(text)
+        read.data.tags = [*(data.tags or []), *added]
+        text = str(read)
+    elif PLACEHOLDER not in text:
+        return own
+    return text.replace(PLACEHOLDER, repo_id).encode()
 
 
 def in_the_way(there: set[str], new: set[str]) -> set[str]:
     """Weights of an earlier push that transformers would load in place of the new ones or beside them."""
-    return {name for name in there - new if any(fnmatch(name, pattern) for pattern in WEIGHT_FILES)}
+    return {name for name in there - new if WEIGHT_FILE.fullmatch(name)}
 
 
 def record_of(origin: str, folder: Path) -> tuple[dict | None, bool]:

@@ -135,7 +135,7 @@ def check_factor(reader: Reader, tensor: Tensor, factor: float, running: str) ->
         if not (exact | ~finite).all():
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} has values that times {factor:g} do not fit {DTYPES[running]}: "
-                "use the start that leaves it as it is (scale), or convert the checkpoint to another dtype first."
+                "leave it as it is (retrofit: --start scale), or save the checkpoint in another dtype first."
             )
         rows = np.abs(weights, dtype=np.float64).reshape(-1, row // (BITS[tensor.dtype] // 8))
         largest = max(largest, float(rows.sum(-1).max()))

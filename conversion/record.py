@@ -1,6 +1,7 @@
 """What a conversion says of itself, for programs: `conversion.json`. `card.py` says it for people."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,20 +71,53 @@ def read_record(folder: Path | None) -> dict | None:
     record = strict_json(file.read_bytes(), str(file))
     if not (isinstance(record, dict) and str(record.get("made_by")).startswith("gated_qwen ")):
         return None
-    for earlier in records(record):
-        source, options, tensors, files = (earlier.get(name) for name in ("source", "options", "tensors", "files"))
-        whole = all(isinstance(part, dict) for part in (source, options, tensors, files)) and (
-            isinstance(source.get("config.json"), str)
-            and isinstance(tensors.get("new"), list)
-            and all(isinstance(name, str) for name in tensors["new"])
-            and all(_is_of_a_file(entry) for entry in files.values())
-            and (options.get("start") != "random" or isinstance(options.get("seed"), int))
-            and isinstance(source.get("files"), dict)
-            and isinstance(source.get("index"), str | None)
-        )
-        if not whole:
-            raise CheckpointError(f"{file} is damaged: move it away, then it is not used.")
+    if not all(_is_whole(earlier) for earlier in records(record)):
+        raise CheckpointError(f"{file} is damaged: move it away, then it is not used.")
     return record
+
+
+def _is_whole(record: dict) -> bool:
+    """Whether a record has what this package reads of it."""
+    names = ("source", "options", "tensors", "files", "largest_deviation", "parameters")
+    parts = source, options, tensors, files, deviation, parameters = [record.get(name) for name in names]
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    verification, scaled, dtypes = record.get("verification"), tensors.get("scaled"), tensors.get("shifted", {})
+    return (
+        all(isinstance(record.get(name), str) for name in ("made_by", "command"))
+        and all(isinstance(source.get(name), str) for name in ("name", "config.json"))
+        and all(isinstance(source.get(name), str | None) for name in ("commit", "subfolder", "index"))
+        and isinstance(source.get("files"), dict)
+        and _is_list_of_text(tensors.get("new"))
+        and isinstance(scaled, dict)
+        and all(re.search(r"layers\.\d+\.", name) and _is_number(factor) for name, factor in scaled.items())
+        and isinstance(dtypes, dict)
+        and all(dtype in ("F64", "F32", "F16", "BF16") for dtype in dtypes.values())
+        and all(_is_of_a_file(entry) for entry in files.values())
+        and (options.get("start") != "random" or isinstance(options.get("seed"), int))
+        and isinstance(deviation.get("value"), int | float | None)
+        and isinstance(deviation.get("meaning"), str)
+        and isinstance(parameters.get("new"), int)
+        and isinstance(record.get("same_token_ids"), bool | None)
+        and (verification is None or _is_verification(verification))
+    )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value != 0
+
+
+def _is_list_of_text(value) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _is_verification(value) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("max_difference"), int | float)
+        and isinstance(value.get("dtype"), str)
+        and _is_list_of_text(value.get("inputs"))
+    )
 
 
 def _is_of_a_file(entry) -> bool:

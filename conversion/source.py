@@ -110,7 +110,7 @@ def open_source(source, *, revision=None, subfolder=None, token=None, headers_on
     tied = gated.tie_word_embeddings and gated.architectures[0].endswith("ForCausalLM")
     dropped = check_tensors(checkpoint, shapes, tied)
     notes = settle_tied(checkpoint, gated, dropped, headers_only) if tied else []
-    if checkpoint.fields.get("auto_map"):
+    if checkpoint.fields.get("auto_map") and not isinstance(config, GatedQwenConfig):
         notes.append("config.json names code (auto_map), which is not run: the model is taken for a stock one.")
     return Source(checkpoint, config, gated, prefix, packed, dropped, notes, read_record(checkpoint.folder))
 

@@ -247,9 +247,9 @@ def settle_gates(plan: Plan, origin: Source, seeds: dict[str, int], force: bool)
         measured = ""
         if plan.total_parameters <= SMALL:
             change, largest = measure_without_gates(checkpoint.folder, origin.gated)
-            measured = f", and outputs on a sample by up to {change:.3g} (the largest is {largest:.3g})"
+            measured = f", and without them outputs on a sample change by up to {change:.3g} of {largest:.3g}"
         raise CheckpointError(
-            f"{checkpoint.where('')}: {what}{measured}. Pass force (--force) to strip them all the same."
+            f"{checkpoint.where('')}: {what}{measured}. To strip them all the same, use --force (force=True)."
         )
     return replace(plan, deviation=None, deviation_note=what)
 

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from .checkpoint import expanded
 from .errors import CheckpointError
 from .headers import DTYPES, build_index
 from .plan import FileRange, Given, Normal, Part, Plan, Shard, Shifted, Zeros, digest
@@ -198,7 +199,7 @@ def check_target(plan: Plan, target, link: bool) -> Path:
     Raises:
         CheckpointError: nothing was written.
     """
-    target = Path(target).expanduser()
+    target = expanded(target)
     if target.name in ("", ".."):
         raise CheckpointError(f"{target} cannot be a target: name a new folder.")
     if target.is_symlink():

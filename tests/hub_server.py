@@ -28,8 +28,9 @@ from urllib.parse import parse_qs, unquote
 
 import pytest
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
+from transformers.utils import hub
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -65,6 +66,9 @@ def connected(server: "HubServer", home: Path, **settings):
         patch.setenv("HF_TOKEN", server.token)
         for name, value in settings.items():
             patch.setattr(constants, name, value)
+        # The clients that the two libraries keep, with the endpoint of when they were made.
+        patch.setattr(hf_api.api, "endpoint", settings["ENDPOINT"])
+        patch.setattr(hub, "_hf_api", None)
         patch.setattr(_http.time, "sleep", lambda seconds: None)
         yield
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import VOCABULARY, max_error, randomise, tokens
 
 import gated_qwen
@@ -68,6 +68,16 @@ def test_an_adapter_of_the_source_on_its_retrofits(stock, tmp_path, kind):
     assert torch.equal(on(tmp_path / "scale", tmp_path / "same"), expected)
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("pattern", [r".*_proj", r".*self_attn\.\w+_proj"])
+def test_a_pattern_of_targets_does_not_take_in_the_gates(stock, tmp_path, pattern, use_dora):
+    expected = make_adapter(stock, tmp_path / "adapter", target_modules=pattern, use_dora=use_dora)
+    for start in ("scale", "fold"):
+        retrofit_checkpoint(stock, tmp_path / start, "headwise", start=start)
+        retrofit_adapter(tmp_path / "adapter", tmp_path / start, tmp_path / f"on-{start}")
+        assert max_error(on(tmp_path / start, tmp_path / f"on-{start}"), expected) < 2e-5
+
+
 def test_what_is_refused(stock, tmp_path):
     adapter, fold = tmp_path / "adapter", tmp_path / "fold"
     make_adapter(stock, adapter)
@@ -85,6 +95,20 @@ def test_what_is_refused(stock, tmp_path):
     fields = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**fields, "peft_type": "LOHA"}))
     refused("LOHA", adapter, fold, tmp_path / "t")
+    (adapter / "adapter_config.json").write_text(json.dumps({**fields, "base_model_name_or_path": str(fold)}))
+    refused("it is an adapter of .* already", adapter, fold, tmp_path / "t")
     (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    refused("is inside", adapter, fold, adapter / "t")
+    refused("is inside", adapter, fold, fold / "t")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    eight_bits = {name: value.to(torch.float8_e4m3fn) for name, value in weights.items()}
+    save_file(eight_bits, adapter / "adapter_model.safetensors", {"format": "pt"})
+    refused("float8_e4m3fn, which is not scaled", adapter, fold, tmp_path / "t")
+    smaller = {name: value[:, :20] if "lora_A" in name else value[:20] for name, value in weights.items()}
+    save_file({k: v.contiguous() for k, v in smaller.items()}, adapter / "adapter_model.safetensors", {"format": "pt"})
+    refused("does not fit", adapter, fold, tmp_path / "t")
+    deeper = {name.replace("layers.2", "layers.4"): value for name, value in weights.items()}
+    save_file(deeper, adapter / "adapter_model.safetensors", {"format": "pt"})
+    refused("has no model.layers.4", adapter, fold, tmp_path / "t")
     (adapter / "adapter_model.safetensors").write_bytes(b"\x01" * 40)
     refused("cannot be read", adapter, fold, tmp_path / "t")

@@ -200,7 +200,7 @@ def test_without_the_record_it_comes_in_as_it_is(source, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "to", "words"),
     [
-        (dict(use_qk_norm=False), "qwen3_5", "no query and key norms"),
+        (dict(use_qk_norm=False), "qwen3_5", "without norms on queries and keys"),
         (dict(mlp_bias=True), "qwen3_next", "biases in the MLP"),
         (dict(use_sliding_window=True, sliding_window=7, max_window_layers=1), "qwen3_5", "sliding windows"),
         (dict(attn_gate_scale=1.5), "qwen3_5", "attn_gate_scale 1.5 is not a power of two"),
@@ -312,3 +312,67 @@ def test_an_import_is_stripped_like_its_source(source, tmp_path):
     before, after = weights_of(tmp_path / "stock"), weights_of(tmp_path / "stripped")
     assert before.keys() == after.keys()
     assert all(max_error(after[n], before[n]) <= (2**-24 if "norm" in n else 0) for n in before)
+
+
+@pytest.mark.parametrize("to", ["qwen3_5", "qwen3_next", "released"])
+@pytest.mark.parametrize("part", ["g_proj", "q_proj", "g_proj.bias"])
+def test_gates_of_another_dtype_than_the_queries_are_refused(tmp_path, to, part):
+    model = build("elementwise", attention_bias=True, attn_gate_bias=True).bfloat16()
+    for name, parameter in model.named_parameters():
+        if part in name:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(
+        CheckpointError, match=r"q_proj\.(weight|bias) is (BF16|F32), and there they become one"
+    ) as error:
+        export_checkpoint(tmp_path / "source", tmp_path / "target", to, verify=False)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": None}, {"text_config": {}}, {"text_config": "x"}, {"model_type": []}, {"head_dim": 10**30},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10**30}}, {"base_model_tp_plan": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("to", ["qwen3_5", "qwen3_next"])
+def test_an_odd_config_is_imported_or_refused_in_one_line(tmp_path, to, changes):
+    model = build("elementwise")
+    model.save_pretrained(tmp_path / "source")
+    export_checkpoint(tmp_path / "source", tmp_path / "export", to, verify=False)
+    file = tmp_path / "export" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    if "architectures" in changes or "text_config" in changes:
+        import_checkpoint(tmp_path / "export", tmp_path / "again", verify=False)
+        again = gated_qwen.GatedQwenForCausalLM.from_pretrained(tmp_path / "again")
+        assert max_error(again(tokens()).logits, model(tokens()).logits) < 1e-4
+        return
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(tmp_path / "export", tmp_path / "again", verify=False)
+    assert "\n" not in str(error.value) and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["command", "largest_deviation", "largest_deviation.value", "verification.inputs", "parameters.new",
+     "same_token_ids", "source.name", "source.commit", "tensors.scaled", "tensors.shifted", "files"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [[1], "I64"], ids=str)
+def test_a_damaged_record_is_one_line(tmp_path, path, value):
+    build("elementwise").save_pretrained(tmp_path / "source")
+    export_checkpoint(tmp_path / "source", tmp_path / "export", "qwen3_5", verify=False)
+    file = tmp_path / "export" / "conversion.json"
+    record = json.loads(file.read_text())
+    record["verification"] = {"max_difference": 0.0, "dtype": "float32", "inputs": ["text"]}
+    *place, last = path.split(".")
+    at = record[place[0]] if place else record
+    at[last] = {next(iter(at[last]), "model.layers.0.x"): value} if path == "tensors.shifted" else value
+    if path in ("command", "source.name", "source.commit") and isinstance(value, str):
+        at[last] = {}
+    file.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"conversion\.json is damaged: move it away"):
+        import_checkpoint(tmp_path / "export", tmp_path / "again", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]

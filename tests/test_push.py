@@ -1,7 +1,9 @@
 """Pushing to the Hub and loading from it, over HTTP, with a local server that checks sizes and hashes."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import HubServer, client_env, connected, run_command
-from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
 from support import RELEASED, build, randomise, tokens
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import gated_qwen
 from gated_qwen import demo, retrofit_checkpoint
+from gated_qwen.conversion import card as card_module
 from gated_qwen.conversion.card import card_of
 
+TINY = dict(
+    vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2,
+)  # fmt: skip
 CODE = {"configuration_gated_qwen.py", "modeling_gated_qwen.py"}
 
 
@@ -169,6 +176,29 @@ def test_an_interrupted_upload_goes_on_where_it_was(server, gated, tmp_path):
     assert all(there[path.name] == path.read_bytes() for path in gated.glob("*.safetensors"))
 
 
+def spoil(folder: Path, how: str, work: Path) -> None:
+    if how == "link":
+        (work / "outside.txt").write_text("secret")
+        (folder / "link.txt").symlink_to(work / "outside.txt")
+    elif how == "card":
+        (folder / "README.md").write_text("---\nlicense: [mit\n---\n# Mine\n")
+    elif how == "bytes":
+        (folder / "README.md").write_bytes(b"# Mine \xff\n")
+    elif how == "name":
+        (folder / os.fsdecode(b"a\xff.txt")).write_text("")
+    elif how == "record":
+        record = json.loads((folder / "conversion.json").read_text())
+        del record["source"]["name"]
+        (folder / "conversion.json").write_text(json.dumps(record))
+    else:
+        shutil.rmtree(folder)
+        build("headwise").save_pretrained(work / "native")
+        gated_qwen.export_checkpoint(work / "native", folder, "qwen3_5", verify=False)
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("folder", "repo", "words"),
     [
@@ -179,6 +209,14 @@ def test_an_interrupted_upload_goes_on_where_it_was(server, gated, tmp_path):
         ("released", "user/model", "authors' form"),
         ("empty", "user/model", "config.json"),
         ("cut", "user/model", "safetensors"),
+        ("stock", "user/model", "a llama model that no conversion made"),
+        ("export without a norm", "user/model", r"model\.norm\.weight"),
+        ("link", "user/model", "link.txt leads out of the folder"),
+        ("card", "user/model", "its metadata cannot be read"),
+        ("bytes", "user/model", "its metadata cannot be read"),
+        ("name", "user/model", "the name is not UTF-8"),
+        ("record", "user/model", r"conversion\.json is damaged"),
+        ("~nobody-has-this-name/x", "user/model", "nobody-has-this-name"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_line_and_nothing_is_sent(server, gated, tmp_path, folder, repo, words):
@@ -186,7 +224,11 @@ def test_what_cannot_be_pushed_is_one_line_and_nothing_is_sent(server, gated, tm
     build("headwise").save_pretrained(tmp_path / "cut")
     data = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(data[:-7])
-    places = {"gated": gated, "released": RELEASED / "1B_gate_headwise"}
+    places = {"gated": gated, "released": RELEASED / "1B_gate_headwise", "stock": gated.parent / "llama"}
+    if folder.startswith("~"):
+        places[folder] = folder
+    elif not (tmp_path / folder).exists() and folder not in ("nowhere", *places):
+        spoil(Path(shutil.copytree(gated, tmp_path / folder)), folder, tmp_path)
     line = command(server, tmp_path, "push", str(places.get(folder, tmp_path / folder)), repo, status=1)
     assert re.search(words, line), line
     assert not server.repos
@@ -219,6 +261,60 @@ def test_a_card_of_the_user_stays(server, gated, tmp_path):
     (tmp_path / "model" / "README.md").unlink()
     command(server, tmp_path, "push", str(tmp_path / "model"), "user/model")
     assert files_of(server, "user/model")["README.md"].decode().startswith("---\nlicense: mit\n")
+
+
+def test_a_card_that_was_edited_on_the_hub_stays(server, gated, tmp_path):
+    command(server, tmp_path, "push", str(gated), "user/model")
+    with connected(server, tmp_path / "hub"):
+        api, (generated) = HfApi(), files_of(server, "user/model")["README.md"]
+        api.upload_file(path_or_fileobj=generated + b"Mine.\n", path_in_repo="README.md", repo_id="user/model")
+        command(server, tmp_path, "push", str(gated), "user/model")
+        assert files_of(server, "user/model")["README.md"] == generated + b"Mine.\n"
+        # transformers' empty template, which a tokenizer's push leaves, is nobody's
+        AutoTokenizer.from_pretrained(gated).push_to_hub("user/other")
+        assert b"More Information Needed" in files_of(server, "user/other")["README.md"]
+        model = gated_qwen.GatedQwenForCausalLM.from_pretrained(gated)
+        model.push_to_hub("user/other")
+    card = files_of(server, "user/other")["README.md"].decode()
+    assert "More Information Needed" not in card and "trust_remote_code" in card and card_module.is_as_generated(card)
+
+
+def test_other_files_of_the_repository_stay_and_hidden_ones_stay_at_home(server, gated, tmp_path):
+    names = ["models/unet.safetensors", "model_v1/model.safetensors", "pytorch_models/a.bin", "model.fp16.safetensors"]
+    for name in names:
+        (tmp_path / "theirs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "theirs" / name).write_bytes(b"theirs")
+    server.add_repo("user/model", tmp_path / "theirs")
+    ours = Path(shutil.copytree(gated, tmp_path / "ours"))
+    for name in (".env", "sub/.env", "sub/.ssh/id", "sub/kept.txt"):
+        (ours / name).parent.mkdir(parents=True, exist_ok=True)
+        (ours / name).write_text("x")
+    command(server, tmp_path, "push", str(ours), "user/model")
+    there = files_of(server, "user/model")
+    assert all(there[name] == b"theirs" for name in names)
+    assert "sub/kept.txt" in there and not any(name.endswith((".env", "id")) for name in there)
+
+
+@pytest.mark.parametrize("revision", ["", "..", "a b", "-x"])
+def test_a_revision_that_is_no_branch_is_refused_before_anything_is_sent(server, gated, tmp_path, revision):
+    line = command(server, tmp_path, "push", str(gated), "user/model", f"--revision={revision}", status=1)
+    assert "is not a name for a branch" in line and not server.repos
+
+
+def test_a_card_is_not_written_into(tmp_path):
+    name = "a\n---\n# heading|`code`"
+    model = randomise(LlamaForCausalLM(LlamaConfig(**TINY)))
+    model.save_pretrained(tmp_path / name)
+    (tmp_path / name / "README.md").write_text(
+        "---\nlanguage: no\nlicense: {a: b}\nlicense_name: &x [1, *x]\n---\n# Llama\n"
+    )
+    retrofit_checkpoint(tmp_path / name, tmp_path / "gated", verify=False)
+    text = (tmp_path / "gated" / "README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("# ")] == [
+        "# a --- # heading__code_ with headwise attention gates"
+    ]
+    card = ModelCard(text)
+    assert card.data.language == "no" and card.data.license is None
 
 
 def test_a_card_tells_of_weights_that_were_trained_since(gated, tmp_path):

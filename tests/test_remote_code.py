@@ -165,8 +165,10 @@ def test_files_of_others_are_not_overwritten(asked, tmp_path):
     (tmp_path / "modeling_gated_qwen.py").write_text("theirs = 1\n")
     with pytest.raises(CheckpointError, match=r"modeling_gated_qwen\.py was not generated"):
         write_remote_code(tmp_path)
+    with pytest.raises(CheckpointError, match=r"modeling_gated_qwen\.py was not generated"):
+        build("headwise").save_pretrained(tmp_path)
     assert (tmp_path / "modeling_gated_qwen.py").read_text() == "theirs = 1\n"
-    assert not (tmp_path / "configuration_gated_qwen.py").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["modeling_gated_qwen.py"]
 
 
 def test_an_older_generation_is_replaced(asked, tmp_path):
