@@ -6,6 +6,8 @@ the `AutoModel...` classes load native checkpoints and the authors' released one
 - `gated_qwen.configuration`: `GatedQwenConfig`, and how a released checkpoint is recognised
 - `gated_qwen.modeling`: the models, and what is checked when one is loaded
 - `gated_qwen.conversion`: what turns one checkpoint into another: gates onto it, and off again
+- `gated_qwen.diagnostics`: what gates and sinks do, as numbers
+- `gated_qwen.training`: gates at a rate of their own or alone; the recipe that takes a sink out
 - `gated_qwen.demo`: `gated-qwen demo` and the small model it shows
 """
 

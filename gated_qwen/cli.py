@@ -51,6 +51,17 @@ repository loads without this package, by trust_remote_code=True.
 """
 
 
+HEAL_EXAMPLES = """\
+examples:
+  gated-qwen heal ./smollm2-gated ./smollm2-healed --text books.txt --max-steps 500
+  gated-qwen heal ./Qwen3-8B-gated ./healed --text part1.parquet part2.parquet --bf16 --gradient-checkpointing \\
+    --save-steps 200
+
+The function that is kept is that of MODEL as it stands, or of --teacher. Interrupted, the same command goes on from
+the last of --save-steps. On several GPUs: torchrun --nproc-per-node N -m gated_qwen heal ...
+"""
+
+
 def layers_argument(text: str) -> list[int]:
     """`0-3,7` to [0, 1, 2, 3, 7]."""
     layers = set()
@@ -166,6 +177,42 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("--message", help="of the commit")
     push.add_argument("--no-code", dest="code", action="store_false", help="leave the family's code out")
     push.add_argument("--dry-run", action="store_true", help="print what would go up, send nothing")
+    heal = commands.add_parser(
+        "heal",
+        help="train the attention sink of a gated model away, by distillation from what it computes now",
+        description="Trains a gated_qwen checkpoint so that its attention sink and massive activations go away while "
+        "it computes what it did (see gated_qwen.training.healing), and prints figures of before and after.",
+        epilog=HEAL_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    heal.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, such as a retrofit")
+    heal.add_argument("target", metavar="TARGET", help="folder to write, which must not exist yet")
+    heal.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text, or .jsonl, .csv, .parquet files")
+    heal.add_argument("--eval-text", nargs="+", metavar="FILE", help="to measure on (default: the end of the text)")
+    heal.add_argument("--teacher", help="whose function is kept (default: MODEL's own)")
+    heal.add_argument("--length", type=int, default=512, help="tokens a sequence (default 512)")
+    heal.add_argument("--max-steps", type=int, default=500, help="default 500")
+    heal.add_argument("--batch-size", dest="per_device_train_batch_size", type=int, default=8, help="default 8")
+    heal.add_argument("--gradient-accumulation-steps", type=int)
+    heal.add_argument("--learning-rate", type=float, default=1e-4, help="of all but the gates (default 1e-4)")
+    heal.add_argument("--gate-learning-rate", type=float, help="default 1e-2")
+    for name, what in (
+        ("kl", "KL from the model as it was (default 1)"),
+        ("lm", "the next token's cross entropy (default 0)"),
+        ("peak", "residual peaks (default 0.01)"),
+        ("sink", "attention on the first token (default 1)"),
+    ):
+        heal.add_argument(f"--{name}-weight", type=float, help=f"weight of {what}")
+    heal.add_argument("--temperature", type=float, help="of the distillation (default 1)")
+    heal.add_argument("--penalty-warmup-ratio", type=float, help="share of steps to full penalties (default 0.1)")
+    heal.add_argument("--gates-only", action="store_true", help="train nothing but the gates")
+    heal.add_argument("--bf16", action="store_true", help="compute in bfloat16, with weights in float32")
+    heal.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
+    heal.add_argument("--save-steps", type=int, help="save a checkpoint every so many steps, to go on from")
+    heal.add_argument("--logging-steps", type=int)
+    heal.add_argument("--seed", type=int)
+    heal.add_argument("--cpu", action="store_true", help="leave a GPU alone")
+    heal.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser
 
 
@@ -176,7 +223,10 @@ def main(argv: list[str] | None = None) -> int:
 
         return demo.run()
     try:
-        from .conversion.command import run
+        if args.command == "heal":
+            from .training.command import run
+        else:
+            from .conversion.command import run
 
         return run(args)
     except KeyboardInterrupt:

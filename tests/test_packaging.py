@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("configuration", "modeling", "conversion", "demo")
+PARTS = ("configuration", "modeling", "conversion", "diagnostics", "training", "demo")
 CHECK = (
     "import gated_qwen, importlib.util, transformers\n"
     f"for part in {PARTS}:\n"
