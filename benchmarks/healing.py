@@ -32,7 +32,7 @@ from gated_qwen.training import HealingArguments, HealingTrainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from real_models import smollm2
 
-RECIPE = {"kl_weight": 1.0, "lm_weight": 0.0, "peak_weight": 0.01, "sink_weight": 2.0, "penalty_warmup_ratio": 0.3}
+RECIPE = {"kl_weight": 1.0, "lm_weight": 0.0, "peak_weight": 0.01, "sink_weight": 4.0, "penalty_warmup_ratio": 0.3}
 PLAIN = {"kl_weight": 0.0, "lm_weight": 1.0, "peak_weight": 0.0, "sink_weight": 0.0}
 ARMS = {"gated": ("headwise", RECIPE), "ungated": (None, RECIPE), "plain": ("headwise", PLAIN)}
 FIGURES = ("f_attn", "sink_ratio", "m_act", "gate_mean", "perplexity", "wordnet")
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("demo-corpus"), help="where the packages of text are kept")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--gpu", action="store_true", help="on CUDA: bf16, 500 steps of 32 sequences of 512 tokens")

@@ -1,7 +1,14 @@
-"""Configs that are saved with the family's code, if asked."""
+"""What the config does in the package alone: it is saved with the family's code, if asked, and known to PEFT."""
+
+import sys
 
 
 class SavesItsCode:
+    def to_dict(self):
+        # PEFT asks the config just before it looks the family's default targets up, however late it was imported.
+        register_peft_targets()
+        return super().to_dict()
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         """
         [`~PreTrainedConfig.save_pretrained`]. After `register_for_auto_class()`, of a config or a model class, the
@@ -24,3 +31,11 @@ class SavesItsCode:
             del self._auto_class
             del self.auto_map
         write_remote_code(save_directory)
+
+
+def register_peft_targets() -> None:
+    """Give PEFT, where it is imported, the default `target_modules` of Qwen3 for this family."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, targets in vars(constants).items() if constants else ():
+        if name.endswith("_TARGET_MODULES_MAPPING") and "qwen3" in targets:
+            targets.setdefault("gated_qwen", targets["qwen3"])

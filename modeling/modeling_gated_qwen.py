@@ -36,6 +36,9 @@ from .saving import PublishesItself
 # transformers 5.24 renamed what layers call the key/value cache.
 CACHE = "cache" if "cache" in inspect.signature(Qwen3Attention.forward).parameters else "past_key_values"
 
+# A pattern for names of modules and of parameters, either of which quantisers look for.
+GATES = r".*\.g_proj"
+
 
 class GatedQwenRMSNorm(Qwen3RMSNorm):
     pass
@@ -163,11 +166,18 @@ class GatedQwenPreTrainedModel(PublishesItself, ChecksWhatItLoads, Qwen3PreTrain
     config: GatedQwenConfig
     base_model_prefix = "model"
     _no_split_modules = ["GatedQwenDecoderLayer"]
+    # Quantisers leave what is named here as it is: gates are small, and carry the model.
+    _keep_in_fp32_modules = [GATES]
     _can_record_outputs = {
         "hidden_states": GatedQwenDecoderLayer,
         "attentions": GatedQwenAttention,
         "gate_scores": OutputRecorder(GatedQwenOutputGate, index=1),
     }
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict:
+        """No gate is made float32: the list above is for quantisers alone."""
+        plan = super()._get_dtype_plan(dtype)
+        return {name: kept for name, kept in plan.items() if name != GATES}
 
 
 class GatedQwenModel(GatedQwenPreTrainedModel, Qwen3Model):

@@ -849,8 +849,8 @@ def bitsandbytes():
     return transformers.BitsAndBytesConfig(load_in_8bit=True)
 
 
-def bitsandbytes_but_gates():
-    return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["g_proj", "lm_head"])
+def bitsandbytes_4_bit():
+    return transformers.BitsAndBytesConfig(load_in_4bit=True)
 
 
 def quanto():
@@ -858,7 +858,7 @@ def quanto():
 
 
 @names
-@pytest.mark.parametrize("quantiser", [torchao, bitsandbytes, bitsandbytes_but_gates, quanto])
+@pytest.mark.parametrize("quantiser", [torchao, bitsandbytes, bitsandbytes_4_bit, quanto])
 def test_quantisers_read_the_released_layout_as_they_read_the_native(name, quantiser, tmp_path):
     config = quantiser()
     where = {} if quantiser is quanto else {"device_map": "cpu"}
@@ -872,5 +872,23 @@ def test_quantisers_read_the_released_layout_as_they_read_the_native(name, quant
     if quantiser is not quanto:  # which cannot save
         model.save_pretrained(tmp_path / "quantised")
         assert torch.equal(load(tmp_path / "quantised", **where)(ids).logits, model(ids).logits)
-    # 8 bits on random weights: the mean error is about 1% of the logits' size, 20.
-    assert (model(ids).logits - expected["logits"][:1]).abs().mean() < 0.2
+    # On random weights: the mean error is about 1% of the logits' size, 20, in 8 bits, and 10% in 4.
+    error = (model(ids).logits - expected["logits"][:1]).abs().mean()
+    assert error < (3 if quantiser is bitsandbytes_4_bit else 0.2), error
+    # By default the gates are left as they are; the linear beside them is not.
+    if "baseline" not in name:
+        kinds = {part: type(getattr(model.model.layers[0].self_attn, part).weight) for part in ("g_proj", "q_proj")}
+        types = {part: type(getattr(model.model.layers[0].self_attn, part)) for part in kinds}
+        assert types["g_proj"] is torch.nn.Linear and kinds["g_proj"] is torch.nn.Parameter
+        assert (types["q_proj"], kinds["q_proj"]) != (types["g_proj"], kinds["g_proj"])
+        plain = load(RELEASED / name).model.layers[0].self_attn.g_proj.weight
+        assert torch.equal(model.model.layers[0].self_attn.g_proj.weight.float(), plain.float())
+
+
+@names
+def test_gates_have_the_dtype_that_was_asked_for(name):
+    """What keeps quantisers off them does not make them float32, as transformers would in fp16."""
+    for dtype in (torch.float16, torch.bfloat16):
+        model = load(RELEASED / name, dtype=dtype)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
