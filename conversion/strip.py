@@ -249,7 +249,7 @@ def settle_gates(plan: Plan, origin: Source, seeds: dict[str, int], force: bool)
             change, largest = measure_without_gates(checkpoint.folder, origin.gated)
             measured = f", and without them outputs on a sample change by up to {change:.3g} of {largest:.3g}"
         raise CheckpointError(
-            f"{checkpoint.where('')}: {what}{measured}. To strip them all the same, use --force (force=True)."
+            f"{checkpoint.where('')}: {what}{measured}. To strip them all the same, pass force=True (--force)."
         )
     return replace(plan, deviation=None, deviation_note=what)
 
