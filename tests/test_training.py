@@ -181,6 +181,21 @@ def test_the_usual_lora_targets_leave_the_gates_alone(gate):
     assert all(".mlp." in name for name, parameter in mlp_only.named_parameters() if parameter.requires_grad)
 
 
+def test_without_targets_peft_takes_those_of_qwen3(gate, monkeypatch):
+    targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    monkeypatch.delitem(targets, "gated_qwen", raising=False)  # as where PEFT is imported last
+    model = add_lora(build(gate), target_modules=None)
+    assert adapted(model) == set(targets["qwen3"]) == {"q_proj", "v_proj"}
+
+
+@gated
+def test_dora_on_the_gates_merges(gate):
+    model, ids = add_lora(build(gate), target_modules=["g_proj", "o_proj"], use_dora=True), tokens()
+    with torch.no_grad():
+        unmerged = model(ids).logits
+        assert max_error(model.merge_and_unload()(ids).logits, unmerged) <= TOLERANCE
+
+
 def test_all_linear_takes_the_gates_but_not_the_head(gate):
     model = add_lora(build(gate), target_modules="all-linear")
     assert adapted(model) == {*USUAL_TARGETS, *([] if gate is None else ["g_proj"])}
