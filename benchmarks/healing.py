@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import gated_qwen
 from gated_qwen.demo.train import read_corpus
-from gated_qwen.diagnostics import measure
+from gated_qwen.diagnostics import measure, perplexity
 from gated_qwen.training import HealingArguments, HealingTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -44,8 +44,8 @@ def rows_of(tokenizer, text: str, length: int) -> torch.Tensor:
 
 
 def figures(model, held_out: dict[str, torch.Tensor]) -> dict[str, float]:
-    found = measure(model, held_out["alice29"].to(model.device))
-    found["wordnet"] = measure(model, held_out["wordnet"].to(model.device))["perplexity"]
+    found = measure(model, held_out["alice29"]).figures
+    found["wordnet"] = perplexity(model, held_out["wordnet"])
     return found
 
 

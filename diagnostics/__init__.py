@@ -1,12 +1,15 @@
-"""What gates and attention sinks do in a decoder, as numbers."""
+"""What gates and attention sinks do in a decoder, as numbers and pictures.
 
-from .metrics import first_token_attention, gate_statistics, massive_activation, measure, sink_ratio, uniform_floor
+- `metrics`: the figures, each with its definition and source
+- `measure`: all of them for a model on documents
+- `attention`: exact attention some queries at a time, through transformers' attention interface
+- `interventions`: gates held, opened, closed, shuffled
+- `pictures`: what a reader sees at a glance
+- `report`, `command`: one HTML file, and `gated-qwen inspect`
+"""
 
-__all__ = [
-    "first_token_attention",
-    "gate_statistics",
-    "massive_activation",
-    "measure",
-    "sink_ratio",
-    "uniform_floor",
-]
+from .attention import attention_maps
+from .interventions import gates_as, interventions, perplexity
+from .measure import LABELS, Measurements, measure
+
+__all__ = ["LABELS", "Measurements", "attention_maps", "gates_as", "interventions", "measure", "perplexity"]

@@ -6,7 +6,6 @@ They are the parameters of `self_attn.g_proj`, with what PEFT puts in its place.
 import json
 import os
 import tempfile
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..conversion.errors import CheckpointError, shown
-from ..modeling.modeling_gated_qwen import GatedQwenOutputGate
+from ..diagnostics import gates_as
 
 FORMAT = "gated_qwen gates"
 
@@ -156,20 +155,7 @@ def load_gates(model, file) -> None:
             parameter.copy_(gates[name])
 
 
-@contextmanager
 def gates_at_start(model):
-    """The gates as they start, whatever they have learnt: `attn_gate_scale * sigmoid(0)`. After a retrofit by `scale`
-    or `fold` the model then computes what its source does."""
-
-    def at_start(module, args, output):
-        attn_output, scores = args[0], output[1]
-        start = module.scale / 2
-        return attn_output * start, torch.full_like(scores, start)
-
-    gates = [module for module in model.modules() if isinstance(module, GatedQwenOutputGate)]
-    hooks = [module.register_forward_hook(at_start) for module in gates]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    """Within it the gates are as they start, whatever they have learnt: `attn_gate_scale * sigmoid(0)`. After a
+    retrofit by `scale` or `fold` the model then computes what its source does."""
+    return gates_as(model, model.config.attn_gate_scale / 2)

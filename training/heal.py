@@ -120,10 +120,10 @@ def heal_checkpoint(
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = HealingTrainer(healed, training, train_dataset=data, teacher=teacher_model)
     sample = evaluation[:16].to(training.device)
-    figures = {"before": measure(healed, sample)}
+    figures = {"before": measure(healed, sample).figures}
     last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=last)
-    figures["after"] = measure(healed, sample)
+    figures["after"] = measure(healed, sample).figures
 
     finished = work / "checkpoint"
     if trainer.is_world_process_zero():

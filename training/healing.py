@@ -183,7 +183,7 @@ class HealingTrainer(Trainer):
             logs |= {name: torch.stack(values).mean().item() for name, values in self.terms.items()}
             self.terms.clear()
         if self.figures_ids is not None and "eval_loss" in logs:
-            logs |= measure(self.accelerator.unwrap_model(self.model), self.figures_ids.to(self.args.device))
+            logs |= measure(self.accelerator.unwrap_model(self.model), self.figures_ids).figures
         super().log(logs, *args, **kwargs)
 
 
